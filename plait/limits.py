@@ -36,9 +36,17 @@ HEADER_COLUMNS_MAX: Final = 64
 FILTER_LENGTH_MAX: Final = 4096
 FILTER_NODES_MAX: Final = 512
 FILTER_DEPTH_MAX: Final = 32
+#: Wildcards in those LIKE patterns of a condition that have a % between other characters. Each may double the states in
+#: which a regular expression can be: with this many, 64 KiB of text take up to 10 ms.
+FILTER_WILDCARDS_MAX: Final = 12
+#: What a filter examines of a frame before the time is looked at: messages, bytes of text, and parts of the condition
+#: times messages or bytes.
+FILTER_PART_COUNT: Final = 1 << 16
+FILTER_PART_BYTES: Final = 1 * MIB
+FILTER_PART_WORK: Final = 1 << 19
 #: What all filters of a broker examine in one turn of its loop, so that they do not delay other requests: seconds; and
 #: messages, frames and bytes of frames, whatever the clock says. A commit and the other requests come in between.
-FILTER_SCAN_SECONDS: Final = 0.01
+FILTER_SCAN_SECONDS: Final = 0.02
 FILTER_SCAN_COUNT: Final = 100_000
 FILTER_SCAN_FRAMES: Final = 1_000
 FILTER_SCAN_BYTES: Final = 16 * MIB

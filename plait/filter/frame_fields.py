@@ -1,80 +1,132 @@
-"""The fields of a frame's rows as values for conditions; each is read once, and only if a condition uses it."""
+"""The fields of a frame's rows as values for conditions; each is read only if a condition uses it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from plait.filter.evaluation import Flags, Number, Text, Values
+from plait.filter.values import Flags, Number, Text, Values
 from plait.frame.arrow import keys
 from plait.frame.columns import TAG_SEPARATOR, Column
-from plait.frame.header_block import TEXT, HeaderMap, read_headers
+from plait.frame.header_block import TEXT, HeaderBlock, HeaderColumn, read_headers
 from plait.frame.view import FrameView
 
 _NOTHING = Values()
+_WHOLE_END = 1 << 63
+#: To decode a byte of a map takes as long as to examine this many bytes of text.
+_MAP_COST = 8
+
+
+class UsedFields(NamedTuple):
+    """What a filter reads of each row."""
+
+    headers: frozenset[str]
+    tags: bool
+    key: bool
 
 
 class FrameFields:
-    """The fields of one frame."""
+    """The fields of one frame that a filter uses."""
 
-    def __init__(self, frame: FrameView) -> None:
-        self._frame = frame
-        self._block = frame.header_block()
+    def __init__(self, frame: FrameView, used: UsedFields) -> None:
+        self.frame = frame
+        self.keys: pa.Array | None = keys(frame) if used.key and frame.has(Column.KEY) else None
+        self.tags: pa.Array | None = frame.binary(Column.TAGS) if used.tags and frame.has(Column.TAGS) else None
+        #: Headers that have a column.
+        self.columns: dict[str, HeaderColumn] = {}
+        #: The maps of each row with the other headers, and their names that are used.
+        self.maps: pa.Array | None = None
+        self.mapped = used.headers
+        self.block: HeaderBlock | None = None
+        if used.headers and frame.has(Column.HEADERS):
+            self.block = frame.header_block()
+            if self.block is None:
+                self.maps = frame.binary(Column.HEADERS)
+            else:
+                self.columns = {each.name: each for each in self.block.columns if each.name in used.headers}
+                self.mapped = used.headers - self.columns.keys()
+                self.maps = self.block.rest_maps() if self.mapped else None
+
+    def end_of(self, first: int, count_max: int, size_max: int) -> int:
+        """The end of the rows from ``first`` that have at most this count and this size; at least one row."""
+        last = min(first + max(count_max, 1), self.frame.count)
+        texts = [(each.values, 1) for each in self.columns.values() if each.kind == TEXT]
+        texts += [(_offsets(each), 1) for each in (self.keys, self.tags) if each is not None]
+        if self.maps is not None:
+            texts.append((_offsets(self.maps), _MAP_COST))
+        sizes = np.zeros(last - first, np.int64)
+        for offsets, cost in texts:
+            sizes += (offsets[first + 1 : last + 1] - offsets[first]) * cost
+        return max(first + int(np.searchsorted(sizes, size_max, "right")), first + 1)
+
+    def part(self, first: int, last: int) -> PartFields:
+        return PartFields(self, first, last)
+
+
+class PartFields:
+    """The fields of the rows [first, last) of a frame."""
+
+    def __init__(self, whole: FrameFields, first: int, last: int) -> None:
+        self._whole = whole
+        self._first, self._count = first, last - first
         self._values: dict[str, Values] = {}
-        self._maps: list[HeaderMap | None] | None = None
-        self._tags: pa.Array | None = None
 
     def field(self, name: str) -> Values:
         """A field that is not a header; times are microseconds since 1970."""
-        frame = self._frame
+        whole = self._whole
         if name == "key":
-            return _texts(keys(frame)) if frame.has(Column.KEY) else _NOTHING
+            return _NOTHING if whole.keys is None else _texts(whole.keys.slice(self._first, self._count))
         if name == "store_time":
-            return Values(number=Number(frame.store_time, True))
-        if not frame.has(Column.SEND_TIME):
+            return Values(whole=Number(whole.frame.store_time, True))
+        if not whole.frame.has(Column.SEND_TIME):
             return _NOTHING
-        return Values(number=Number(frame.fixed(Column.SEND_TIME), True))
+        times = whole.frame.fixed(Column.SEND_TIME)[self._first : self._first + self._count]
+        return Values(whole=Number(times, True))
 
     def header(self, name: str) -> Values:
         values = self._values.get(name)
         if values is None:
-            values = self._values[name] = self._header(name)
+            column = self._whole.columns.get(name)
+            if column is None:
+                self._read_maps()
+                return self._values.setdefault(name, _NOTHING)
+            assert self._whole.block is not None
+            array = self._whole.block.part(column, self._first, self._first + self._count)
+            values = self._values[name] = _texts(array) if column.kind == TEXT else _numbers(array)
         return values
 
-    def _header(self, name: str) -> Values:
-        if not self._frame.has(Column.HEADERS):
-            return _NOTHING
-        if self._block is not None:
-            for column in self._block.columns:
-                if column.name == name:
-                    array: Any = self._block.array(name)
-                    return _texts(array) if column.kind == TEXT else _numbers(array)
-            if self._block.rest is None:
-                return _NOTHING
-        if self._maps is None:
-            self._maps = self._decoded()
-        return _mixed([None if each is None else each.get(name) for each in self._maps])
-
-    def _decoded(self) -> list[HeaderMap | None]:
-        """The headers of each row, of a frame that has not all of them as columns."""
-        if self._block is not None:
-            return self._block.maps()  # type: ignore[return-value]
-        return [read_headers(row) if row else None for row in self._frame.binary(Column.HEADERS).to_pylist()]
+    def _read_maps(self) -> None:
+        """Decode the headers that have no column. Of each map only the values that are used are kept."""
+        if self._whole.maps is None:
+            return
+        lists: dict[str, list[Any]] = {name: [] for name in self._whole.mapped}
+        nothing: dict[str, Any] = {}
+        for row in self._whole.maps.slice(self._first, self._count).to_pylist():
+            found = (read_headers(row) or nothing) if row else nothing
+            for name, values in lists.items():
+                values.append(found.get(name))
+        for name, values in lists.items():
+            self._values[name] = _mixed(values)
 
     def tagged(self, tag: str) -> Flags:
         """Whether each row has the tag."""
-        if not self._frame.has(Column.TAGS):
+        tags = self._whole.tags
+        if tags is None:
             return False
         import pyarrow.compute as pc
 
-        if self._tags is None:
-            self._tags = self._frame.binary(Column.TAGS)
-        found = pc.match_substring(self._tags, f"{TAG_SEPARATOR}{tag}{TAG_SEPARATOR}")
+        found = pc.match_substring(tags.slice(self._first, self._count), f"{TAG_SEPARATOR}{tag}{TAG_SEPARATOR}")
         flags: npt.NDArray[np.bool_] = found.to_numpy(zero_copy_only=False)
         return flags
+
+
+def _offsets(array: pa.Array) -> npt.NDArray[np.int32]:
+    offsets: npt.NDArray[np.int32] = np.frombuffer(array.buffers()[1], np.int32, len(array) + 1)
+    return offsets
 
 
 def _texts(array: pa.Array) -> Values:
@@ -89,27 +141,54 @@ def _numbers(array: pa.Array) -> Values:
     valid = _valid(array)
     filled = array if valid is True else array.fill_null(False if pa.types.is_boolean(array.type) else 0)
     data: npt.NDArray[Any] = filled.to_numpy(zero_copy_only=False)
-    return Values(number=Number(_signed(data), valid))
+    if data.dtype == np.float64:
+        return Values(real=_without_nan(data, valid))
+    if data.dtype != np.uint64:
+        return Values(whole=Number(data, valid))
+    return _unsigned(data, valid)
 
 
-def _signed(data: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Numbers as int64 or double; unsigned numbers that int64 does not have become doubles."""
-    if data.dtype == bool:
-        return data.astype(np.int64)
-    if data.dtype == np.uint64:
-        return data.astype(np.float64 if len(data) and int(data.max()) >> 63 else np.int64)
-    return data
+def _without_nan(data: npt.NDArray[np.float64], valid: Flags) -> Number:
+    """NaN is null, as in SQLite."""
+    return Number(data, np.logical_and(valid, ~np.isnan(data)) if np.isnan(data).any() else valid)
+
+
+def _unsigned(data: npt.NDArray[np.uint64], valid: Flags) -> Values:
+    """Unsigned numbers that int64 does not have are doubles."""
+    high = data >= _WHOLE_END
+    if not high.any():
+        return Values(whole=Number(data.view(np.int64), valid))
+    real = Number(data.astype(np.float64), np.logical_and(valid, high))
+    return Values(whole=Number(data.view(np.int64), np.logical_and(valid, ~high)), real=real)
 
 
 def _mixed(values: list[Any]) -> Values:
     """Values of any kinds, one for each row; None: null."""
-    is_text = np.fromiter((type(value) is str for value in values), bool, len(values))
-    is_number = np.fromiter((value is not None and type(value) is not str for value in values), bool, len(values))
-    text = number = None
+    kinds = [_kind(value) for value in values]
+    if not any(kinds):
+        return _NOTHING
+    is_text, is_whole, is_real = (np.fromiter((each is kind for each in kinds), bool, len(kinds)) for kind in _KINDS)
+    text = whole = real = None
     if is_text.any():
-        text = Text(pa.array([value if type(value) is str else None for value in values], pa.string()), is_text)
-    if is_number.any():
-        plain = [0 if value is None or type(value) is str else value for value in values]
-        kind = np.int64 if all(type(value) is not float and value >> 63 <= 0 for value in plain) else np.float64
-        number = Number(np.array(plain, kind), is_number)
-    return Values(text, number)
+        text = Text(pa.array(_chosen(values, is_text, None), pa.string()), is_text)
+    if is_whole.any():
+        whole = Number(np.array(_chosen(values, is_whole, 0), np.int64), is_whole)
+    if is_real.any():
+        real = _without_nan(np.array(_chosen(values, is_real, 0.0), np.float64), is_real)
+    return Values(text, whole, real)
+
+
+_KINDS = (str, int, float)
+
+
+def _kind(value: Any) -> type | None:
+    if value is None:
+        return None
+    kind = type(value)
+    if kind is str or kind is float:
+        return kind
+    return int if value < _WHOLE_END else float
+
+
+def _chosen(values: Iterable[Any], flags: Iterable[Any], other: Any) -> list[Any]:
+    return [value if chosen else other for value, chosen in zip(values, flags, strict=True)]

@@ -6,7 +6,6 @@ backtracks, and the length, the depth and the number of nodes have limits.
 
 from __future__ import annotations
 
-import re
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -14,8 +13,11 @@ from typing import Any, Final, NamedTuple
 from lark import Lark, Transformer, v_args
 from lark.exceptions import UnexpectedInput, UnexpectedToken, VisitError
 
-from plait.errors import InvalidFilter
-from plait.limits import FILTER_DEPTH_MAX, FILTER_LENGTH_MAX, FILTER_NODES_MAX
+from plait.errors import InvalidArgument, InvalidFilter
+from plait.filter.comparisons import Literals
+from plait.filter.patterns import compile_pattern
+from plait.limits import FILTER_DEPTH_MAX, FILTER_LENGTH_MAX, FILTER_NODES_MAX, FILTER_WILDCARDS_MAX
+from plait.model import names
 
 #: Fields of a message that are not headers. A header of the same name is written in double quotes.
 FIELDS: Final = ("key", "send_time", "store_time")
@@ -32,8 +34,8 @@ _GRAMMAR: Final = r"""
         | sum _NOT _BETWEEN sum _AND sum -> not_between
         | sum _IN "(" member ("," member)* ")" -> in_
         | sum _NOT _IN "(" member ("," member)* ")" -> not_in
-        | STRING _IN _TAGS -> tagged
-        | STRING _NOT _IN _TAGS -> not_tagged
+        | sum _IN _TAGS -> tagged
+        | sum _NOT _IN _TAGS -> not_tagged
         | sum _LIKE STRING -> like
         | sum _NOT _LIKE STRING -> not_like
         | sum _LIKE STRING _ESCAPE STRING -> like
@@ -72,6 +74,8 @@ _KEYWORDS: Final = (
     "AND", "BETWEEN", "ESCAPE", "FALSE", "IN", "IS", "LIKE", "NOT", "NULL", "OR", "TAGS", "TIMESTAMP", "TRUE",
 )  # fmt: skip
 _INTEGER_MAX: Final = (1 << 63) - 1
+#: The number 2^63, which is valid only after a minus sign.
+_TOO_LARGE: Final = "too large"
 
 
 class Term(NamedTuple):
@@ -83,15 +87,35 @@ class Term(NamedTuple):
     #: Number of nodes, and the longest way down to a leaf.
     size: int = 1
     depth: int = 1
+    #: Wildcards that count towards ``FILTER_WILDCARDS_MAX``.
+    wildcards: int = 0
+    #: Where its last name or literal begins.
+    position: int = 0
+
+
+def _leaf(op: str, token: Any, value: Any, wildcards: int = 0) -> Term:
+    return Term(op, value=value, wildcards=wildcards, position=token.start_pos)
 
 
 def _node(op: str, *parts: Term, value: Any = None) -> Term:
-    size, depth = 1 + sum(part.size for part in parts), 1 + max((part.depth for part in parts), default=0)
-    if depth > FILTER_DEPTH_MAX:
-        raise InvalidFilter(f"the filter is nested deeper than {FILTER_DEPTH_MAX} (FILTER_DEPTH_MAX)", position=0)
-    if size > FILTER_NODES_MAX:
-        raise InvalidFilter(f"the filter has more than {FILTER_NODES_MAX} parts (FILTER_NODES_MAX)", position=0)
-    return Term(op, parts, value, size, depth)
+    position = max(part.position for part in parts)
+    for part in parts:
+        _check_number(part)
+    size, depth = 1 + sum(part.size for part in parts), 1 + max(part.depth for part in parts)
+    wildcards = sum(part.wildcards for part in parts)
+    for found, most, what in (
+        (depth, FILTER_DEPTH_MAX, "the filter is nested deeper than {} (FILTER_DEPTH_MAX)"),
+        (size, FILTER_NODES_MAX, "the filter has more than {} parts (FILTER_NODES_MAX)"),
+        (wildcards, FILTER_WILDCARDS_MAX, "the patterns have more than {} wildcards (FILTER_WILDCARDS_MAX)"),
+    ):
+        if found > most:
+            raise _refused(position, what.format(most))
+    return Term(op, parts, value, size, depth, wildcards, position)
+
+
+def _check_number(term: Term) -> None:
+    if term.op == _TOO_LARGE:
+        raise _refused(term.position, f"the number {term.value} is over {_INTEGER_MAX}")
 
 
 def _chain(op: str, parts: tuple[Term, ...]) -> Term:
@@ -99,8 +123,8 @@ def _chain(op: str, parts: tuple[Term, ...]) -> Term:
     return parts[0] if len(parts) == 1 else _node(op, *parts)
 
 
-def _refused(token: Any, text: str) -> InvalidFilter:
-    return InvalidFilter(f"{text}, at character {token.start_pos + 1} of the filter", position=token.start_pos)
+def _refused(position: int, text: str) -> InvalidFilter:
+    return InvalidFilter(f"{text}, at character {position + 1} of the filter", position=position)
 
 
 def _unquoted(token: Any) -> str:
@@ -131,22 +155,31 @@ class _Builder(Transformer[Any, Term]):
         return _node("not", self.between(value, low, high))
 
     def in_(self, value: Term, *literals: Term) -> Term:
-        return _node("in", value, *literals)
+        return _node("in", value, *literals, value=Literals.of([literal.value for literal in literals]))
 
     def not_in(self, value: Term, *literals: Term) -> Term:
         return _node("not", self.in_(value, *literals))
 
-    def tagged(self, tag: Any) -> Term:
-        return _node("tagged", value=_unquoted(tag))
+    def tagged(self, tag: Term) -> Term:
+        if tag.op != "text":
+            raise _refused(tag.position, "only a text, such as 'new', can be IN tags")
+        try:
+            names.check_tag(tag.value)
+        except InvalidArgument as error:
+            raise _refused(tag.position, error.message) from None
+        return tag._replace(op="tagged")
 
-    def not_tagged(self, tag: Any) -> Term:
+    def not_tagged(self, tag: Term) -> Term:
         return _node("not", self.tagged(tag))
 
     def like(self, value: Term, pattern: Any, escape: Any = None) -> Term:
         character = None if escape is None else _unquoted(escape)
         if character is not None and len(character) != 1:
-            raise _refused(escape, f"ESCAPE takes one character, not {character!r}")
-        return _node("like", value, value=like_pattern(_unquoted(pattern), character))
+            raise _refused(escape.start_pos, f"ESCAPE takes one character, not {character!r}")
+        compiled = compile_pattern(_unquoted(pattern), character)
+        if compiled is None:
+            raise _refused(pattern.start_pos, f"the pattern ends with its escape character {character!r}")
+        return _node("like", value, _leaf("pattern", pattern, None, compiled.wildcards), value=compiled)
 
     def not_like(self, value: Term, pattern: Any, escape: Any = None) -> Term:
         return _node("not", self.like(value, pattern, escape))
@@ -161,57 +194,53 @@ class _Builder(Transformer[Any, Term]):
         return _node(str(operator), left, right)
 
     def sign(self, sign: Any, value: Term) -> Term:
-        return _node("negate", value) if sign == "-" else _node("plus", value)
+        if sign == "+":
+            _check_number(value)
+            return value
+        # So that the lowest integer can be written.
+        if value.op in ("number", _TOO_LARGE) and -value.value <= _INTEGER_MAX:
+            return value._replace(op="number", value=-value.value)
+        return _node("negate", value)
 
     def name(self, name: Any) -> Term:
-        return _node("field" if name in FIELDS else "header", value=str(name))
+        if name.upper() in _KEYWORDS:
+            raise _refused(name.start_pos, f"{name} is a keyword; write a header of this name in double quotes")
+        return _leaf("field" if name in FIELDS else "header", name, str(name))
 
     def quoted(self, name: Any) -> Term:
-        return _node("header", value=_unquoted(name))
+        return _leaf("header", name, _unquoted(name))
 
     def null(self) -> Term:
-        return _node("null")
+        return Term("null")
 
     def string(self, text: Any) -> Term:
-        return _node("text", value=_unquoted(text))
+        return _leaf("text", text, _unquoted(text))
 
     def number(self, text: Any) -> Term:
         if not text.isdecimal():
-            return _node("number", value=float(text))
-        if int(text) > _INTEGER_MAX:
-            raise _refused(text, f"the number {text} is over {_INTEGER_MAX}")
-        return _node("number", value=int(text))
+            return _leaf("number", text, float(text))
+        value = int(text)
+        if value > _INTEGER_MAX + 1:
+            raise _refused(text.start_pos, f"the number {text} is over {_INTEGER_MAX}")
+        return _leaf("number" if value <= _INTEGER_MAX else _TOO_LARGE, text, value)
 
     def signed(self, sign: Any, text: Any) -> Term:
-        value = self.number(text).value
-        return _node("number", value=-value if sign == "-" else value)
+        return self.sign(sign, self.number(text))
 
     def true(self) -> Term:
-        return _node("number", value=1)
+        return Term("number", value=1)
 
     def false(self) -> Term:
-        return _node("number", value=0)
+        return Term("number", value=0)
 
     def timestamp(self, text: Any) -> Term:
         try:
             moment = datetime.fromisoformat(_unquoted(text))
         except ValueError:
-            raise _refused(text, f"{text} is not an ISO 8601 time such as '2025-01-31T12:00:00Z'") from None
+            raise _refused(text.start_pos, f"{text} is not an ISO 8601 time such as '2025-01-31T12:00:00Z'") from None
         moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
         since = moment - datetime(1970, 1, 1, tzinfo=UTC)
-        return _node("number", value=(since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds)
-
-
-def like_pattern(pattern: str, escape: str | None) -> str:
-    """A LIKE pattern as a regular expression: ``%`` is any text, ``_`` any character."""
-    pieces = []
-    characters = iter(pattern)
-    for character in characters:
-        if character == escape:
-            pieces.append(re.escape(next(characters, "")))
-        else:
-            pieces.append({"%": ".*", "_": "."}.get(character) or re.escape(character))
-    return f"(?s)^{''.join(pieces)}$"
+        return _leaf("number", text, (since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds)
 
 
 @lru_cache(1)
@@ -240,4 +269,5 @@ def parse(text: str) -> Term:
         ) from None
     except VisitError as error:
         raise error.orig_exc from None
+    _check_number(node)
     return node  # type: ignore[no-any-return]

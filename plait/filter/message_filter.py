@@ -2,42 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from plait.filter.evaluation import wanted
-from plait.filter.frame_fields import FrameFields
+from plait.filter.frame_fields import FrameFields, PartFields, UsedFields
 from plait.filter.grammar import Term, parse
+from plait.filter.values import both, either, opposite
 from plait.frame.view import FrameView
+from plait.limits import FILTER_PART_BYTES, FILTER_PART_COUNT, FILTER_PART_WORK
 from plait.model.filter_terms import FilterTerms
 
 #: Compiled filters that are kept for the next request with the same terms.
 CACHED_MAX: Final = 256
+#: Rows of the first part of a frame that is examined for at most this many rows; each part is twice as large.
+_FIRST_COUNT_MIN: Final = 256
+#: A part of a condition examines so many bytes of text in the time of one row.
+_ROW_BYTES: Final = 32
+
+
+class Examined(NamedTuple):
+    """A part of a frame: the rows [first, last), and which of them are wanted."""
+
+    first: int
+    last: int
+    mask: npt.NDArray[np.bool_]
 
 
 class Filter:
-    """Which rows of a frame are wanted."""
+    """Which rows of a frame are wanted. Does not change: all readers with the same terms share it."""
 
     def __init__(self, terms: FilterTerms) -> None:
         self.terms = terms
         self._condition: Term | None = parse(terms.where) if terms.where else None
+        tags = terms.tags
+        nodes = [] if self._condition is None else list(_nodes(self._condition))
+        self._used = UsedFields(
+            headers=frozenset(node.value for node in nodes if node.op == "header"),
+            tags=bool(tags.any or tags.all or tags.none) or any(node.op == "tagged" for node in nodes),
+            key=any(node.op == "field" and node.value == "key" for node in nodes),
+        )
+        #: How many operations on columns an evaluation takes.
+        self._cost = max(len(nodes) + len(tags.any) + len(tags.all) + len(tags.none), 1)
 
     def rows(self, frame: FrameView) -> npt.NDArray[np.bool_]:
         """A mask of the wanted rows of a valid frame."""
-        fields, tags = FrameFields(frame), self.terms.tags
-        mask: Any = np.ones(frame.count, bool)
-        if tags.any:
-            mask = np.logical_or.reduce([np.broadcast_to(fields.tagged(tag), (frame.count,)) for tag in tags.any])
+        masks = [part.mask for part in self.parts(frame, 0, frame.count, frame.count)]
+        return masks[0] if len(masks) == 1 else np.concatenate(masks)
+
+    def parts(self, frame: FrameView, first: int, last: int, count: int) -> Iterator[Examined]:
+        """Examine the rows [first, last) of a valid frame in parts, for a caller that wants about ``count`` rows.
+
+        A part takes a few milliseconds at most, and memory for its own rows only.
+        """
+        fields = FrameFields(frame, self._used)
+        count_max = min(FILTER_PART_COUNT, FILTER_PART_WORK // self._cost)
+        size_max = min(FILTER_PART_BYTES, FILTER_PART_WORK * _ROW_BYTES // self._cost)
+        step = max(count, _FIRST_COUNT_MIN)
+        while first < last:
+            end = min(fields.end_of(first, min(step, count_max, last - first), size_max), last)
+            yield Examined(first, end, self._mask(fields.part(first, end), end - first))
+            first, step = end, 2 * step
+
+    def _mask(self, fields: PartFields, count: int) -> npt.NDArray[np.bool_]:
+        tags = self.terms.tags
+        mask: Any = not tags.any
+        for tag in tags.any:
+            mask = either(mask, fields.tagged(tag))
         for tag in tags.all:
-            mask = mask & fields.tagged(tag)
+            mask = both(mask, fields.tagged(tag))
         for tag in tags.none:
-            mask = mask & np.logical_not(fields.tagged(tag))
-        if self._condition is not None and mask.any():
-            mask = mask & wanted(self._condition, fields, frame.count)
-        return np.asarray(mask)
+            mask = both(mask, opposite(fields.tagged(tag)))
+        if self._condition is not None and np.any(mask):
+            mask = both(mask, wanted(self._condition, fields, count))
+        return np.broadcast_to(mask, (count,))
+
+
+def _nodes(term: Term) -> Iterator[Term]:
+    yield term
+    for part in term.parts:
+        yield from _nodes(part)
 
 
 @lru_cache(CACHED_MAX)

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from plait.errors import FrameError
 from plait.frame.header import pad
-from plait.frame.run_tables import I32, Offsets, select_rows
+from plait.frame.run_tables import I32, Offsets, select_rows, wrap_binary
 from plait.limits import COLUMN_SIZE_MAX, HEADER_COLUMNS_MAX, HEADERS_SIZE_MAX
 
 HeaderValue = str | bool | int | float
@@ -166,7 +166,7 @@ class HeaderBlock:
         for column in self.columns:
             if column.kind == TEXT and not bytes(column.data).isascii():
                 try:
-                    self._array(column).validate(full=True)
+                    _array(column, self.count).validate(full=True)
                 except pa.ArrowInvalid as error:
                     raise FrameError(f"header {column.name!r} is not UTF-8: {error}") from None
             pair = _text_sizes(np.array([len(column.name.encode())])) + _value_sizes(column)
@@ -204,18 +204,17 @@ class HeaderBlock:
 
         None: the name has no column; the rest may have it.
         """
-        return next((self._array(column) for column in self.columns if column.name == name), None)
+        return next((_array(column, self.count) for column in self.columns if column.name == name), None)
 
-    def _array(self, column: HeaderColumn) -> pa.Array:
-        validity = None if column.present is None else _bits(column.present)
-        if column.kind == TEXT:
-            buffers = [validity, pa.py_buffer(column.values), pa.py_buffer(column.data)]
-            return pa.Array.from_buffers(_ARROW_TEXT, self.count, buffers)
-        values = column.values
-        if column.kind == BOOL:
-            return pa.Array.from_buffers(pa.bool_(), self.count, [validity, _bits(values)])
-        wide = values.astype("<i8") if values.dtype.kind == "i" else np.ascontiguousarray(values)
-        return pa.Array.from_buffers(pa.from_numpy_dtype(wide.dtype), self.count, [validity, pa.py_buffer(wide)])
+    def part(self, column: HeaderColumn, first: int, last: int) -> pa.Array:
+        """The values of a column in the rows [first, last), as ``array`` has them."""
+        if not (first or last < self.count):
+            return _array(column, self.count)
+        return _array(_picked(column, slice(first, last)), last - first)
+
+    def rest_maps(self) -> pa.Array | None:
+        """For each row the msgpack map of the names that have no column; None if no row has such names."""
+        return None if self.rest is None else wrap_binary(self.rest.values, self.rest.data)
 
     def map(self, row: int) -> HeaderMap:
         """The headers of a row; only its values are decoded."""
@@ -229,18 +228,21 @@ class HeaderBlock:
                 value = values[row].item()
                 found[name] = bool(value) if kind == BOOL else value
         if self.rest is not None:
-            found |= decode_headers(self._rest_row(row))
+            self._add_rest(row, found, {column.name for column in self.columns})
         return found
 
-    def _rest_row(self, row: int) -> bytes:
+    def _add_rest(self, row: int, found: HeaderMap, names: set[str]) -> None:
+        """Add the headers of a row that have no column. A name that has a column has its value there."""
         assert self.rest is not None
-        return bytes(self.rest.data[self.rest.values[row] : self.rest.values[row + 1]])
+        encoded = bytes(self.rest.data[self.rest.values[row] : self.rest.values[row + 1]])
+        others = decode_headers(encoded)
+        found |= others if names.isdisjoint(others) else {n: others[n] for n in others if n not in names}
 
     def maps(self) -> list[HeaderMap]:
         """The headers of each row; empty for a row without headers. ``FrameError`` if text is not UTF-8."""
         names = [column.name for column in self.columns]
         try:
-            lists = [self._array(column).to_pylist() for column in self.columns]
+            lists = [_array(column, self.count).to_pylist() for column in self.columns]
         except UnicodeDecodeError as error:
             raise FrameError(f"a header is not UTF-8: {error}") from None
         rows: list[HeaderMap]
@@ -254,8 +256,9 @@ class HeaderBlock:
         else:
             rows = [{} for _ in range(self.count)]
         if self.rest is not None:
+            known = set(names)
             for row, found in enumerate(rows):
-                found |= decode_headers(self._rest_row(row))
+                self._add_rest(row, found, known)
         return rows
 
     def rows(self) -> tuple[Offsets, memoryview]:
@@ -266,6 +269,18 @@ class HeaderBlock:
 
 def ends_of(rows: Sequence[bytes]) -> Offsets:
     return np.fromiter(accumulate(map(len, rows), initial=0), I32, len(rows) + 1)
+
+
+def _array(column: HeaderColumn, count: int) -> pa.Array:
+    validity = None if column.present is None else _bits(column.present)
+    if column.kind == TEXT:
+        buffers = [validity, pa.py_buffer(column.values), pa.py_buffer(column.data)]
+        return pa.Array.from_buffers(_ARROW_TEXT, count, buffers)
+    values = column.values
+    if column.kind == BOOL:
+        return pa.Array.from_buffers(pa.bool_(), count, [validity, _bits(values)])
+    wide = values.astype("<i8") if values.dtype.kind == "i" else np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(wide.dtype), count, [validity, pa.py_buffer(wide)])
 
 
 def _column(name: str, kind: int, some: int, stored: memoryview, size: int, count: int) -> HeaderColumn:

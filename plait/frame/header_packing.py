@@ -55,9 +55,13 @@ def pack(offsets: Buffer, data: Buffer) -> bytes | None:
         return None
     columns: list[HeaderColumn] = []
     rest = []
-    for name, many in Counter(chain.from_iterable(maps)).items():
+    counts = Counter(chain.from_iterable(maps))
+    if "" in counts:
+        # Readers do not decode the headers of that row.
+        return None
+    for name, many in counts.items():
         column = None
-        if SPARSE * many >= count and len(columns) < HEADER_COLUMNS_MAX and 0 < len(name.encode()) <= NAME_SIZE_MAX:
+        if SPARSE * many >= count and len(columns) < HEADER_COLUMNS_MAX and len(name.encode()) <= NAME_SIZE_MAX:
             column = _packed(name, [row.get(name) for row in maps], count)
         if column is None:
             rest.append(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -32,6 +33,13 @@ class FilterTerms(msgspec.Struct, frozen=True):
                 raise InvalidArgument(f"a filter of {len(tags)} tags is over the limit of {TAGS_MAX} (TAGS_MAX)")
             for tag in tags:
                 names.check_tag(tag)
+        try:
+            self.where.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(
+                f"the filter has a character that UTF-8 does not have: {self.where[error.start]!r} at character "
+                f"{error.start + 1}"
+            ) from None
         if len(self.where) > FILTER_LENGTH_MAX:
             raise InvalidArgument(
                 f"a filter of {len(self.where)} characters is over the limit of {FILTER_LENGTH_MAX} (FILTER_LENGTH_MAX)"
@@ -48,12 +56,28 @@ def filter_terms(where: Any, tags: Any) -> FilterTerms | None:
         raise InvalidArgument(
             f"where={where!r} is not a condition; write one such as \"city = 'BJS'\", or leave it out"
         )
-    if isinstance(tags, str):
-        tags = [tags]
-    if tags is not None and not isinstance(tags, TagFilter):
-        tags = TagFilter(any=tuple(tags))
-    if tags is not None:
-        tags = TagFilter(any=tuple(tags.any), all=tuple(tags.all), none=tuple(tags.none))
-    if where is None and (tags is None or tags == TagFilter()):
+    if where is None and tags is None:
         return None
-    return FilterTerms(tags or TagFilter(), where or "").check()
+    return FilterTerms(TagFilter() if tags is None else _tag_filter(tags), where or "").check()
+
+
+def _tag_filter(tags: Any) -> TagFilter:
+    if isinstance(tags, TagFilter):
+        found = TagFilter(
+            any=_several(tags.any, "any"), all=_several(tags.all, "all"), none=_several(tags.none, "none")
+        )
+    else:
+        found = TagFilter(any=_several(tags, "tags"))
+    if found == TagFilter():
+        # It may be the result of a search for tags, so it must not mean every message.
+        raise InvalidArgument(f"tags={tags!r} names no tag; leave tags out to get messages with any tags")
+    return found
+
+
+def _several(tags: Any, name: str) -> tuple[str, ...]:
+    """One tag or several."""
+    if isinstance(tags, str):
+        return (tags,)
+    if not isinstance(tags, Iterable) or isinstance(tags, bytes | Mapping):
+        raise InvalidArgument(f"{name}={tags!r} is neither a tag nor a list of tags")
+    return tuple(tags)

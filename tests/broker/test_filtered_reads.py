@@ -57,15 +57,16 @@ def numbers_of(batch: ReadBatch) -> list[int]:
 
 @pytest.fixture
 def examined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets the first sequence of each frame that a filter examines."""
+    """Gets the first sequence of each part of a frame that a filter examines."""
     bases: list[int] = []
-    rows = Filter.rows
+    parts = Filter.parts
 
     def counted(self: Filter, frame: Any, *rest: Any) -> Any:
-        bases.append(frame.base)
-        return rows(self, frame, *rest)
+        for part in parts(self, frame, *rest):
+            bases.append(frame.base + part.first)
+            yield part
 
-    monkeypatch.setattr(Filter, "rows", counted)
+    monkeypatch.setattr(Filter, "parts", counted)
     return bases
 
 
@@ -154,3 +155,44 @@ def test_a_budget_is_renewed():
     budget.spend(0, scan_budget.FILTER_SCAN_BYTES)
     assert not budget.has_room()
     assert len(begun) == 3
+
+
+def test_the_rows_of_a_large_frame_are_examined_once(examined: list[int], monkeypatch: pytest.MonkeyPatch):
+    node, producer = Node(message_segment_size=1 << 24), Producer(7)
+    count = 20_000
+    headers = [encode({"amount": number}) for number in range(count)]
+    node.submit(producer.frame("orders", *[b"%d" % number for number in range(count)], headers=headers, send_time=5))
+    node.turn()
+    spent: list[int] = []
+    spend = scan_budget.ScanBudget.spend
+
+    def counted(self: scan_budget.ScanBudget, rows: int, size: int) -> None:
+        spent.append(rows)
+        spend(self, rows, size)
+
+    monkeypatch.setattr(scan_budget.ScanBudget, "spend", counted)
+    at = 0
+    while at < count:
+        [batch] = read(node, "amount >= 0", at, count=500)
+        assert numbers_of(batch) == list(range(at, at + 500))
+        at = batch.end
+        node.turn()
+    assert sum(spent) == count
+
+
+def test_a_frame_that_takes_long_is_examined_in_several_turns():
+    clock = TickingClock()
+    node, producer = Node(clock=clock, message_segment_size=1 << 24), Producer(7)
+    count = 20_000
+    headers = [encode({"amount": number}) for number in range(count)]
+    node.submit(producer.frame("orders", *[b"%d" % number for number in range(count)], headers=headers, send_time=5))
+    node.turn()
+    clock.ticking = True
+    answers = read(node, f"{' OR '.join(['amount < 0'] * 150)} OR amount = 19000", wait=30.0)
+    turns = 1
+    while not answers:
+        node.broker.turn.scans.next_turn()
+        turns += 1
+    assert numbers_of(answers[0]) == [19_000]
+    assert answers[0].end > 19_000
+    assert turns >= 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import time
+import tracemalloc
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -16,9 +18,17 @@ from plait.errors import InvalidArgument, InvalidFilter
 from plait.filter.grammar import parse
 from plait.filter.message_filter import compile_filter
 from plait.frame import FrameView, build_frame, slice_mask
-from plait.frame.builder import pack_stamp
-from plait.frame.columns import TAG_SEPARATOR
-from plait.limits import FILTER_DEPTH_MAX, FILTER_LENGTH_MAX, FILTER_NODES_MAX
+from plait.frame.builder import assemble, body_column, pack_stamp
+from plait.frame.columns import TAG_SEPARATOR, Codec, Column
+from plait.frame.header_block import REST, TEXT, UNREADABLE, HeaderBlock, HeaderColumn, ends_of
+from plait.limits import (
+    FILTER_DEPTH_MAX,
+    FILTER_LENGTH_MAX,
+    FILTER_NODES_MAX,
+    FILTER_PART_BYTES,
+    FILTER_PART_COUNT,
+    FILTER_WILDCARDS_MAX,
+)
 from plait.model.filter_terms import FilterTerms, TagFilter, filter_terms
 from tests.frame.samples import small_blocks
 
@@ -30,10 +40,25 @@ COLUMNS: dict[str, tuple[Any, ...]] = {
     "note": ("BJS", "x", "50%", None),
     "amount": (0, 1, 2, 3, 7, -5, 1000, None),
     "count": (0, 1, -1, 4, None),
-    "price": (0.0, 0.5, 2.0, -1.25, 1000.0, None),
+    # SQLite stores NaN as null.
+    "price": (0.0, 0.5, 2.0, -1.25, 1000.0, float("nan"), None),
     "vip": (True, False, None),
+    "mixed": (0, 1, 2, 5, 0.5, 2.0, 5.0, -1.25, None),
+    "id": ((1 << 53) - 1, 1 << 53, (1 << 53) + 1, -(1 << 53) - 1, (1 << 63) - 1, -(1 << 63), 7, 2.0**53, 1e19, None),
 }
-TEXTS, NUMBERS = ("city", "note"), ("amount", "count", "price", "vip")
+TEXTS, NUMBERS = ("city", "note"), ("amount", "count", "price", "vip", "mixed")
+LARGE = (
+    "9007199254740991",
+    "9007199254740993",
+    "9007199254740992.0",
+    "9223372036854775807",
+    "-9223372036854775807",
+    "-9223372036854775808",
+    "9223372036854775808.0",
+    "-1e19",
+    "id",
+    "mixed",
+)
 Row = dict[str, Any]
 
 
@@ -78,7 +103,7 @@ class Draw:
             joined = f" {draw.choice(('AND', 'OR'))} ".join(parts)
             return f"({joined})" if draw.random() < 0.8 else f"NOT ({joined})"
         maybe_not = draw.choice(("", "NOT "))
-        match draw.randrange(8):
+        match draw.randrange(10):
             case 0:
                 return f"{self.number()} {self._operator()} {self.number()}"
             case 1:
@@ -88,13 +113,20 @@ class Draw:
             case 3:
                 return f"{draw.choice(TEXTS)} {maybe_not}IN ({', '.join(self._text() for _ in range(3))})"
             case 4:
-                literals = ", ".join(str(draw.randint(-5, 8)) for _ in range(3))
+                literals = ", ".join(draw.choice((str(draw.randint(-5, 8)), "0.5", "2.0")) for _ in range(3))
                 return f"{draw.choice(NUMBERS)} {maybe_not}IN ({literals})"
             case 5:
-                pattern = draw.choice(("%", "B%", "%S", "_JS", "%\u00f6%", "50!%", "a!_b", "", "b%b", "_", "%!%%"))
+                pieces = ("%", "_", "!%", "!_", "B", "S", "5", "a", "b", "ö", "!!", "x")
+                pattern = "".join(draw.choice(pieces) for _ in range(draw.randrange(5)))
                 return f"{draw.choice(TEXTS)} {maybe_not}LIKE '{pattern}' ESCAPE '!'"
             case 6:
                 return f"{draw.choice((*TEXTS, *NUMBERS))} IS {maybe_not}NULL"
+            case 7:
+                return f"id {self._operator()} {draw.choice(LARGE)}"
+            case 8:
+                literals = ", ".join(draw.choice(LARGE[:-2]) for _ in range(3))
+                between = f"id {maybe_not}BETWEEN {draw.choice(LARGE)} AND {draw.choice(LARGE)}"
+                return draw.choice((between, f"id {maybe_not}IN ({literals})"))
         return draw.choice(("vip", "NOT vip", "amount", "TRUE", "count = NULL"))
 
     def number(self, depth: int = 0) -> str:
@@ -169,13 +201,123 @@ ORDERS: list[Row] = [{"city": "BJS", "amount": 5}, {"city": "SHA", "amount": 7.5
         ("1 = 1", [0, 1, 2, 3]),
         ("NULL", []),
         ("\"city\" = 'BJS'", [0]),
-        ("amount * 9223372036854775807 > 0", [0, 1]),
+        # Too large for an integer, but not for a double.
+        ("amount * 9223372036854775807 > 0", [1]),
     ],
 )
 def test_a_condition_on_headers(where: str, expected: list[int], copies: int):
     rows = ORDERS * copies
     wanted = [number for number in range(len(rows)) if number % len(ORDERS) in expected]
     assert chosen(where, frame_of(rows)) == wanted
+
+
+#: Values of one header in neighbouring rows: no frame has a column for all of them.
+KINDS: tuple[Any, ...] = (
+    *(0, 1, 5, -7, True, 1.5, -0.0, 2.0, float("inf"), float("nan"), "", "x", "5"),
+    *((1 << 53) + 1, (1 << 63) - 1, -(1 << 63), 1 << 63, (1 << 64) - 1, None),
+)
+
+
+@pytest.mark.parametrize("values", [KINDS, (5, 1 << 63, (1 << 53) + 1, None), (5, 7.5, (1 << 53) + 1)])
+def test_the_result_for_a_row_does_not_depend_on_other_rows(seed: int, values: tuple[Any, ...]):
+    draw = random.Random(f"{seed} neighbours")
+    conditions = [
+        *("a / 2 = 2", "a % 2 = 1", "a = 9007199254740992", "a = 9007199254740993", "a + 1 > a", "a <> a", "a"),
+        *("a IN (5, 2.0)", "a NOT IN (1.5, 'x')", "a IS NULL", "-a < 0", "a * b > 0", "a - b IS NULL", "a > b"),
+        *("a >= 9223372036854775807", "a BETWEEN b AND 5", "a LIKE '%x'", "a / b = 1", "a % b = 0", "(a = b) + 1 = 2"),
+        *("a = b", "NOT a"),
+    ]
+    for _ in range(5):
+        rows = [{name: value for name in "ab" if (value := draw.choice(values)) is not None} for _ in range(20)]
+        alone = [frame_of([row]) for row in rows]
+        frames = [frame_of(rows), frame_of(rows[:10]), frame_of(rows * 4)]
+        for where in conditions:
+            expected = {number for number, frame in enumerate(alone) if chosen(where, frame)}
+            for frame in frames:
+                found = {number % 20 for number in chosen(where, frame)}
+                assert found == {number for number in expected if number < frame.count}, where
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "matches"),
+    [
+        ("a + 0 = 9223372036854775807", (1 << 63) - 1, True),
+        ("a + 1 IS NULL", (1 << 63) - 1, True),
+        ("a - 1 > 0", (1 << 63) - 100, True),
+        ("a = -9223372036854775807", -(1 << 63) + 1, True),
+        ("a = -9223372036854775808", -(1 << 63), True),
+        ("a IN (-9223372036854775808)", -(1 << 63), True),
+        ("a - 1 IS NULL", -(1 << 63), True),
+        ("-a IS NULL", -(1 << 63), True),
+        ("a / -1 IS NULL", -(1 << 63), True),
+        ("a % -1 = 0", -(1 << 63), True),
+        ("a * -1 IS NULL", -(1 << 63), True),
+        ("a * 49 IS NULL", (1 << 63) // 49 + 1, True),
+        ("a * 49 > 0", (1 << 63) // 49, True),
+        ("a * 3037000499 > 9223372030926249000", 3037000499, True),
+        ("id IN (9007199254740992, 0.5)", None, False),
+        ("a IN (9007199254740992, 0.5)", (1 << 53) + 1, False),
+        ("a IN (9007199254740992.0)", 1 << 53, True),
+        ("a = 9007199254740992.0", (1 << 53) + 1, False),
+        ("a > 9007199254740992.0", (1 << 53) + 1, True),
+        ("a > 9223372036854775807", 1 << 63, True),
+        ("+a = 'x'", "x", True),
+        ("'x' NOT BETWEEN a AND 'b'", "a", True),
+        ("'x' IN ('x')", 1, True),
+        ("a LIKE 'a\nb_'", "a\nb\n", True),
+        ("a LIKE 'a'", "a\n", False),
+        ("a LIKE 'a.%c%'", "a.bcd", True),
+        ("a LIKE '[a]^$_'", "[a]^$\U0001f600", True),
+        # NaN is null, as in SQLite.
+        *((where, float("nan"), False) for where in ("a", "NOT a", "a = a", "a <> a", "NOT (a > 5)", "a NOT IN (1)")),
+        ("a IS NULL", float("nan"), True),
+    ],
+)
+@pytest.mark.parametrize("copies", [1, 64])
+def test_a_condition_on_one_value(where: str, value: Any, matches: bool, copies: int):
+    rows = [{} if value is None else {"a": value}] * copies
+    assert chosen(where, frame_of(rows)) == (list(range(copies)) if matches else [])
+
+
+def test_products_overflow_exactly(seed: int):
+    draw = random.Random(f"{seed} products")
+    for _ in range(300):
+        a = draw.choice((1, -1)) * draw.randrange(1, 1 << draw.randrange(1, 64))
+        b = draw.choice((1, -1)) * ((1 << 63) // abs(a) + draw.choice((-1, 0, 1)))
+        row = {"a": max(a, -(1 << 63)), "b": min(max(b, -(1 << 63)), (1 << 63) - 1)}
+        fits = -(1 << 63) <= row["a"] * row["b"] < 1 << 63
+        assert bool(chosen("a * b IS NOT NULL", frame_of([row]))) == fits, row
+
+
+def test_a_chain_and_maps_of_many_names_take_memory_for_a_part_of_the_frame_only():
+    names = [f"n{number}" for number in range(5_000)]
+    maps = build_frame([b""] * 60, producer=1, first=1, headers=[encode(dict.fromkeys(names, 1))] * 60)
+    numbers = build_frame([b""] * 100_000, producer=1, first=1, headers=[encode({"a": 1})] * 100_000)
+    for parts, where in ((maps, "nope = 1"), (numbers, " AND ".join(["a"] * 100))):
+        frame, condition = FrameView(parts.tobytes()), compile_filter(FilterTerms(where=where))
+        condition.rows(frame_of([{"a": 1}]))
+        tracemalloc.start()
+        try:
+            condition.rows(frame)
+            assert tracemalloc.get_traced_memory()[1] < 4_000_000
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_frame_is_examined_in_parts():
+    rows = [{"a": "x" * 100, "b": number} for number in range(40_000)]
+    frame = FrameView(
+        build_frame([b""] * len(rows), producer=1, first=1, headers=[encode(row) for row in rows]).tobytes()
+    )
+    for where, most in (("b % 2 = 0", FILTER_PART_COUNT), ("a = 'y'", FILTER_PART_BYTES // 100 + 1)):
+        condition = compile_filter(FilterTerms(where=where))
+        parts = list(condition.parts(frame, 5, 39_000, 10))
+        assert [part.first for part in parts] == [5, *(part.last for part in parts[:-1])]
+        assert parts[-1].last == 39_000
+        assert parts[0].last == 5 + 256
+        assert 5_000 < max(part.last - part.first for part in parts) <= most
+        whole = condition.rows(frame)
+        assert np.array_equal(np.concatenate([part.mask for part in parts]), whole[5:39_000])
 
 
 def test_keys_times_and_tags():
@@ -216,6 +358,17 @@ def test_headers_that_do_not_decode_are_null():
         ("a = 'open", 4, "not expected"),
         ("delete(a)", 6, "not expected"),
         ("a; b", 1, "not expected"),
+        ("a = 1 OR b LIKE '50!' ESCAPE '!'", 16, "escape character '!'"),
+        ("a IN tags", 0, "only a text"),
+        ("a = 1 AND 'a\x1fb' IN tags", 10, "tag"),
+        ("'' IN tags", 0, "tag"),
+        ("tags = 'x'", 0, "keyword"),
+        ("a = 1 OR escape = 1", 9, "keyword"),
+        ("a > 9223372036854775808", 4, "is over"),
+        ("a > 5 - 9223372036854775808", 8, "is over"),
+        ("9223372036854775808", 0, "is over"),
+        ("NOT " * FILTER_DEPTH_MAX + "a", 4 * FILTER_DEPTH_MAX, "FILTER_DEPTH_MAX"),
+        (" OR ".join(["a"] * FILTER_NODES_MAX), 5 * (FILTER_NODES_MAX - 1), "FILTER_NODES_MAX"),
     ],
 )
 def test_a_mistake_is_refused_with_its_place(where: str, position: int, text: str):
@@ -243,15 +396,87 @@ def test_a_long_chain_and_many_parentheses_are_not_deep():
     assert parse("(" * 1000 + "a" + ")" * 1000).depth == 1
 
 
-def test_a_pattern_is_matched_in_linear_time():
-    frame = frame_of([{"a": "x" * 20_000}])
-    assert chosen("a LIKE '" + "%x" * 100 + "y'", frame) == []
+@pytest.mark.parametrize(
+    ("pattern", "wildcards"),
+    [("%x" * 13, 13), ("_%x" * 5 + "___", 13), ("a%b%c", 2), ("%_" * 6 + "y", 12), ("%x", 0), ("_" * 500 + "%", 0)],
+)
+def test_wildcards_that_multiply_the_states_of_a_pattern_have_a_limit(pattern: str, wildcards: int):
+    where = f"a LIKE '{pattern}'"
+    if wildcards > FILTER_WILDCARDS_MAX:
+        with pytest.raises(InvalidFilter, match="FILTER_WILDCARDS_MAX"):
+            parse(where)
+    else:
+        assert parse(where).wildcards == wildcards
+        with pytest.raises(InvalidFilter, match="FILTER_WILDCARDS_MAX.*character 24" if len(where) == 17 else "FILTER"):
+            parse(" OR ".join([where] * (FILTER_WILDCARDS_MAX // max(wildcards, 1) + 600)))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["%x" * 5 + "y%y", "%x__________z", "%_x_x_x_x_x_", "x" * 4000 + "%", "%" + "x" * 4000]
+)
+def test_a_pattern_takes_little_time_for_each_byte(pattern: str):
+    draw = random.Random(1)
+    text = "".join(draw.choice("xy") for _ in range(65_000))
+    condition = compile_filter(FilterTerms(where=f"a LIKE '{pattern}'"))
+    frame = frame_of([{"a": text}])
+    condition.rows(frame)
+    began = time.process_time()
+    condition.rows(frame)
+    # 3 to 10 ms; without a limit of wildcards it would be seconds.
+    assert time.process_time() - began < 0.1
 
 
 @pytest.mark.parametrize(
     ("where", "tags", "text"),
-    [("", None, "not a condition"), (5, None, "not a condition"), (None, ["bad\x1ftag"], "tag")],
+    [
+        ("", None, "not a condition"),
+        (5, None, "not a condition"),
+        ("a = '\ud800'", None, "UTF-8 does not have.*character 6"),
+        (None, ["bad\x1ftag"], "tag"),
+        (None, [5], "tag 5"),
+        (None, 5, "tags=5 is neither"),
+        (None, b"new", "neither"),
+        (None, TagFilter(any=5), "any=5 is neither"),  # type: ignore[arg-type]
+        (None, TagFilter(none=None), "none=None is neither"),  # type: ignore[arg-type]
+        # An empty list may be the result of a search for tags.
+        (None, [], "names no tag"),
+        ("a = 1", TagFilter(), "names no tag"),
+    ],
 )
 def test_wrong_arguments_are_refused(where: Any, tags: Any, text: str):
     with pytest.raises(InvalidArgument, match=text):
         filter_terms(where, tags)
+
+
+def test_a_text_is_one_tag():
+    assert filter_terms(None, "new") == FilterTerms(TagFilter(any=("new",)))
+    assert filter_terms(None, TagFilter(all="new", none="old")) == FilterTerms(  # type: ignore[arg-type]
+        TagFilter(all=("new",), none=("old",))
+    )
+
+
+def test_headers_in_a_column_win_and_maps_that_do_not_decode_are_null():
+    """Only a client that is not Plait's makes such blocks."""
+    city = HeaderColumn("city", TEXT, None, np.array([0, 3, 6], np.int32), memoryview(b"BJSSHA"))
+    for maps, shown in (
+        ([encode({"city": "CAN", "a": 1})] * 2, {"city": "BJS", "a": 1}),
+        ([b"\xff"] * 2, {"city": "BJS", UNREADABLE: "ff"}),
+    ):
+        rest = HeaderColumn("", REST, None, ends_of(maps), memoryview(b"".join(maps)))
+        block = HeaderBlock(2, [city], rest).tobytes()
+        parts = assemble(
+            [body_column([b"x"] * 2), (Column.HEADERS, Codec.RAW, [block])],
+            count=2,
+            producer=1,
+            first=1,
+            previous=0,
+            flags=0,
+        )
+        frame = FrameView(parts.tobytes())
+        found = frame.header_block()
+        assert found is not None
+        assert found.map(0) == found.maps()[0] == shown
+        assert chosen("city = 'BJS'", frame) == [0]
+        assert chosen("city = 'CAN'", frame) == []
+        assert chosen("a = 1", frame) == ([0, 1] if "a" in shown else [])
+        assert chosen(f'"{UNREADABLE}" IS NOT NULL', frame) == []

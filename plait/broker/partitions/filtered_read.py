@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from plait.broker.partitions.partition import Partition, ReadBatch
 from plait.filter.message_filter import Filter
 from plait.filter.scan_budget import ScanBudget
 from plait.frame.slicing import slice_mask
+from plait.frame.view import FrameView
 from plait.storage.logs.log import Log
 
 
@@ -39,26 +41,40 @@ def read_filtered(
             batch.damaged.append((first, last))
             batch.end = last
             continue
-        rows = np.flatnonzero(wanted.rows(frame)[first - frame.base : last - frame.base])
-        budget.spend(frame.count, frame.size + frame.inflated_size)
-        if len(rows) > count - batch.count:
-            # The next read continues after the last row that fits.
-            rows = rows[: count - batch.count]
-            last = first + int(rows[-1]) + 1
-        if len(rows):
-            mask = np.zeros(frame.count, bool)
-            mask[rows + (first - frame.base)] = True
-            parts = [frame.buffer] if mask.all() else slice_mask(frame, mask).parts
+        mask, found, end = _examine(frame, first - frame.base, last - frame.base, count - batch.count, wanted, budget)
+        if found:
+            parts = [frame.buffer] if found == frame.count else slice_mask(frame, mask).parts
             piece = sum(map(len, parts))
             if batch.count and batch.size + batch.inflated + piece + frame.inflated_size > size:
                 batch.full = True
                 return batch
             batch.parts += parts
-            batch.count += len(rows)
+            batch.count += found
             batch.size += piece
             batch.inflated += frame.inflated_size
-        batch.end = last
+        batch.end = frame.base + end
+        if batch.end < last:
+            batch.full = True
+            return batch
     # Rows that are expired need no search.
     batch.end = max(batch.end, partition.visible)
-    batch.full = batch.end < partition.visible
     return batch
+
+
+def _examine(
+    frame: FrameView, first: int, last: int, count: int, wanted: Filter, budget: ScanBudget
+) -> tuple[npt.NDArray[np.bool_], int, int]:
+    """A mask of at most ``count`` rows in [first, last) that match, their number, and where the search ended."""
+    mask, found, end = np.zeros(frame.count, bool), 0, first
+    for part in wanted.parts(frame, first, last, count):
+        size = (frame.size + frame.inflated_size) * (part.last - part.first) // frame.count
+        budget.spend(part.last - part.first, size)
+        rows = np.flatnonzero(part.mask)[: count - found] + part.first
+        mask[rows] = True
+        found, end = found + len(rows), part.last
+        if found == count:
+            # The next read continues after the last row that fits.
+            return mask, found, int(rows[-1]) + 1
+        if end < last and not budget.has_room():
+            break
+    return mask, found, end

@@ -62,7 +62,10 @@ class Scans:
         read: Read,
         wanted: Filter | None,
     ) -> Waiter | None:
-        """Read now, or return a suspended read. A filter examines rows at least once before the reply."""
+        """Read now, or return a suspended read.
+
+        A filter examines rows at least once before the reply, and continues in following turns until it finds some.
+        """
 
         def answer(found: ReadBatch | None) -> None:
             reply(ReadBatch(waiter.sequence) if found is None else found)
@@ -72,10 +75,12 @@ class Scans:
             self._wake_later(partition)
         else:
             batch = read(sequence, count, size)
-            if batch.count or wait <= 0 or batch.full:
+            if batch.count or wait <= 0 or (batch.full and wanted is None):
                 reply(batch)
                 return None
             sequence = max(sequence, batch.end)
+            if batch.full:
+                self._wake_later(partition)
         wait = self._wait_seconds_max if deferred else min(wait, self._wait_seconds_max)
         deadline = self._monotonic() + wait
         waiter = Waiter(partition.readers, None, count, size, answer, deadline, sequence, read, wanted, deferred)
