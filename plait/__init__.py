@@ -35,6 +35,7 @@ from plait.errors import (
     ProducerConflict,
     ProtocolError,
     ReadOnly,
+    RewindIncomplete,
     StaleRoute,
     StaleSession,
     StorageFailed,
@@ -119,6 +120,8 @@ __all__ = [
     "Reject",
     "Retry",
     "RetryLater",
+    "Rewind",
+    "RewindIncomplete",
     "RouteInfo",
     "ScheduleCount",
     "ScheduledMessage",
@@ -157,6 +160,7 @@ if TYPE_CHECKING:
     )
     from plait.client.admin.dead_letter_admin import DeadHistory, DeadLetter, DeadReason
     from plait.client.admin.parked_key_admin import ParkedKey
+    from plait.client.admin.rewind_admin import Rewind
     from plait.client.admin.schedule_admin import ScheduleCount, ScheduledMessage
     from plait.client.app.app import App, Outgoing
     from plait.client.app.subscription import Reject, RetryLater, Suspend
@@ -184,6 +188,7 @@ else:
         "plait.client.admin.parked_key_admin": "ParkedKey",
         "plait.client.read.query": "QueryResult",
         "plait.client.read.reader": "Reader",
+        "plait.client.admin.rewind_admin": "Rewind",
         "plait.client.admin.schedule_admin": "ScheduleCount ScheduledMessage",
         "plait.client.transactions.transaction": "Transaction",
         "plait.client.transactions.transaction_info": "HalfMessage TransactionInfo",

@@ -157,6 +157,14 @@ class GroupBusy(PlaitError):
     exit_code = 5
 
 
+class RewindIncomplete(PlaitError):
+    """A group was rewound in some partitions and not in others; repeat the rewind with the same position."""
+
+    code = "rewind_incomplete"
+    facts = ("subject", "group", "done", "failed")
+    retryable = True
+
+
 class LimitExceeded(PlaitError):
     """A limit of the server is reached (subjects, connections, groups...); the message names it."""
 

@@ -6,7 +6,7 @@ sync, and ``run_timers`` at ``next_deadline``. The broker reaches disk and time 
 so a test can run it step by step.
 
 Promises: an acknowledged message is written (``flush="async"``) or durable (``flush="sync"``), and a message is visible
-only from then on. Acks, nacks, resets and removals are acknowledged after their events are written to the action
+only from then on. Acks, nacks, rewinds and removals are acknowledged after their events are written to the action
 log. Rows of at-most-once groups are delivered after their event is durable; rows of other groups may be delivered
 before, and are redelivered after a crash.
 """
@@ -139,7 +139,7 @@ class Broker:
             partition.visible = partition.next
             self.numbers.learn(partition.row.route)
         for group in self.catalog.groups.values():
-            self._expect_retry(group)
+            self.expect_retry(group)
             if isinstance(group, OrderedGroup):
                 self.numbers.learn(group.locks.newest)
                 # The crash may have lost grants whose owners use their locks until the lease ends (R15).
@@ -311,7 +311,7 @@ class Broker:
         turn.refuse_when_stalled()
         group.nack(consumer, ranges, self.clock.now(), failure, tags)
         turn.answer_after_commit(reply)
-        self._expect_retry(group)
+        self.expect_retry(group)
         wake_group(group)
 
     # --- time -----------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class Broker:
                 continue
             if ready:
                 wake_group(group)
-            self._expect_retry(group)
+            self.expect_retry(group)
         self.check_backs.run_timers()
         due = bool(self.schedules.by_name) and self.due_delivery.look()
         if due or self.publisher.look() or self.half_publisher.look():
@@ -347,7 +347,7 @@ class Broker:
         for waiter in self.deadlines.take(self.clock.monotonic()):
             waiter.time_out()
 
-    def _expect_retry(self, group: Group) -> None:
+    def expect_retry(self, group: Group) -> None:
         """Note the time of the group's next retry, after its waiting rows changed."""
         due = group.next_due
         if due is not None and (group.expected == 0 or due < group.expected):

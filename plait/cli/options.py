@@ -79,16 +79,17 @@ _LEVEL = re.compile(r"level[_ ]?(\d+)", re.IGNORECASE)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
-def confirm(name: str, what: str, *, yes: bool) -> None:
-    """Ask on a terminal for the name of ``what`` before it is deleted. Raises ``InvalidArgument`` otherwise."""
+def confirm(name: str, what: str, *, yes: bool, verb: Literal["delete", "rewind"] = "delete") -> None:
+    """Ask on a terminal for the name of ``what`` before it is changed. Raises ``InvalidArgument`` otherwise."""
     if yes:
         return
+    doing, done = {"delete": ("deleting", "deleted"), "rewind": ("rewinding", "rewound")}[verb]
     if not sys.stdin.isatty():
-        raise InvalidArgument(f"deleting {what} cannot be undone; confirm with --yes")
-    sys.stderr.write(f"delete {what}? Type its name to continue: ")
+        raise InvalidArgument(f"{doing} {what} cannot be undone; confirm with --yes")
+    sys.stderr.write(f"{verb} {what}? Type its name to continue: ")
     sys.stderr.flush()
     if sys.stdin.readline().strip() != name:
-        raise InvalidArgument(f"nothing was deleted: the name typed is not {name!r}")
+        raise InvalidArgument(f"nothing was {done}: the name typed is not {name!r}")
 
 
 def whole_of(text: str, option: str) -> int:

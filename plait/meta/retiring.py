@@ -102,7 +102,8 @@ class Retiring:
         route = mirror.route(subject)
         reports = (progress_of(mirror.partitions[place]) for place in mirror.partitions_of.get(subject, ()))
         known = [report.began.get(name) for report in reports if report is not None] + [route.began.get(name)]
-        return Remembered(route.version, min((began for began in known if began is not None), default=None))
+        first = min((began for began in known if began is not None), default=None)
+        return Remembered(route.version, first, name in route.began)
 
     @decided
     def forget_group(self, subject: str, name: str) -> bool:

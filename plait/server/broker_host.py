@@ -18,6 +18,7 @@ from typing import Any
 
 from plait import tasks
 from plait.broker import Attachments, Broker, BrokerConfig
+from plait.broker.partitions.partition import Partition
 from plait.broker.recovery.start_up import RecoveryReport
 from plait.errors import StorageFailed
 from plait.server.disk_upkeep import DiskUpkeep
@@ -53,6 +54,8 @@ class BrokerHost:
         self.timer_at = inf
         #: Fires at the end of the lease that expires first.
         self._lease_timer: asyncio.TimerHandle | None = None
+        #: Reports the progress of a partition to the meta servers, then calls a function; None without a meta server.
+        self.report: Callable[[Partition, Callable[[], None]], None] | None = None
         #: True once the broker has stopped or was abandoned; it then writes nothing more.
         self.stopped = False
 

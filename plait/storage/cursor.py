@@ -244,6 +244,14 @@ class Cursor:
         self.returned.clear()
         self.waiting.clear()
 
+    def rewound(self, sequence: int) -> None:
+        """Deliver every row from ``sequence`` on again. Rows below it that are not done stay so; none is held."""
+        self.returned = self._with_held()
+        self.drop()
+        for ranges in (self.returned, self.waiting):
+            ranges.remove(sequence, self.next)
+        self.next = min(self.next, sequence)
+
     # --- splitting and joining ------------------------------------------------------------------
 
     def split(self, number: int, lps: LpSet, key: int | None = None) -> Cursor:
@@ -317,13 +325,13 @@ class Cursor:
     def all_held(self) -> list[Range]:
         return [piece for held in self.held.values() for piece in held]
 
+    def _with_held(self) -> Ranges:
+        """The returned and the held ranges."""
+        return Ranges([*self.returned, *self.all_held()])
+
     def dump(self, *, durable_holds: bool) -> CursorState:
         """The state for a checkpoint. Where deliveries are not logged, held ranges are stored as returned ranges."""
-        returned, held = self.returned, self.held
-        if not durable_holds:
-            returned, held = returned.copy(), {}
-            for piece in self.all_held():
-                returned.add(*piece)
+        returned, held = (self.returned, self.held) if durable_holds else (self._with_held(), {})
         return CursorState(
             self.id,
             None if self.lps is ALL else runs_of(self.lps),

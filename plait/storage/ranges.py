@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from plait.frame.header import SEQUENCE_MAX
+
 
 class Range(NamedTuple):
     """Sequences [start, end), delivered ``attempt`` times so far."""
@@ -343,8 +345,7 @@ class Failures:
     def revive(self, start: int, end: int, passed: int) -> list[Range]:
         """Record that the dead letters in [start, end) are resent; their attempts start from 0 again.
 
-        Returns the ranges to deliver again. They end at ``passed``, because after a reset to an earlier sequence the
-        cursor delivers the later rows anyway.
+        Returns the ranges to deliver again. They end at ``passed``, because the cursor delivers later rows anyway.
         """
         letters = self.dead.remove(start, end)
         again = [Range(first, min(last, passed), attempt) for first, last, attempt in letters if first < passed]
@@ -363,6 +364,15 @@ class Failures:
         """Forget all failures except dead letters, because the group continues from another sequence."""
         self.resent.clear()
         self.failing = Ranges(piece for start, end, _ in self.dead for piece in self.failing.overlap(start, end))
+
+    def rewound(self, sequence: int, *, skipping: bool) -> None:
+        """Forget what failed from ``sequence`` on, dead letters too; ``skipping``: below it all but dead letters."""
+        self.dead.remove(sequence, SEQUENCE_MAX)
+        if skipping:
+            self.reset()
+        else:
+            self.resent.remove(sequence, SEQUENCE_MAX)
+            self.failing.remove(sequence, SEQUENCE_MAX)
 
     def dump(self) -> tuple[bytes, bytes, bytes]:
         return self.dead.pack(), self.failing.pack(), self.resent.pack()

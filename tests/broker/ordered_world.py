@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Literal
 
 from plait.broker.views import group_view
-from plait.errors import InvalidArgument, LimitExceeded
+from plait.errors import GroupBusy, InvalidArgument, LimitExceeded
 from plait.limits import ServerLimits
 from plait.model.retry_policy import Retry
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
@@ -51,6 +51,9 @@ class World:
         #: Whether retention runs.
         self._expires = expires
         self.rng = random.Random(seed)
+        #: Draws the newer features, so that the rest of a seed's run changes less. Some runs have no rewind.
+        self.later = random.Random(f"{seed} later")
+        self.rewinding = self.later.choice((0.0, 0.01, 0.03))
         limits = ServerLimits(
             consumer_ranges=self.rng.choice((3, 10_000)),
             held_keys=random.Random(seed).choice((3, 10_000)),
@@ -76,6 +79,8 @@ class World:
         self.epochs = [0] * LPS
         self.keys = [f"k{number}" for number in range(self.rng.choice((3, 12, 60)))]
         self.sent: dict[str, list[bytes]] = defaultdict(list)
+        #: The key and body of each row, by sequence.
+        self.rows: list[tuple[str, bytes]] = []
         self.done: dict[str, list[bytes]] = defaultdict(list)
         #: Bodies of rows whose ack is certainly recorded.
         self.certain: set[bytes] = set()
@@ -96,6 +101,7 @@ class World:
             # Some rows are so large that a small pull gets only one.
             rows.append((self.rng.choice(self.keys), b"%d" % self.number + bytes(self.rng.choice((0, 0, 300)))))
         keyed(self.node, self.producer, rows)
+        self.rows += rows
         for key, body in rows:
             self.sent[key].append(body)
 
@@ -265,6 +271,43 @@ class World:
         if self.rng.random() < 0.5:
             self.crash(self.rng.choice(("killed", "power_lost", "fallen_back")))
 
+    def rewind(self) -> None:
+        """Stop all owners, some without detaching, and rewind the group as soon as no lease runs."""
+        names = self.node.partition(SUBJECT).groups
+        if not self.rows or GROUP not in names:
+            return
+        for name, owner in sorted(self.owners.items()):
+            if name not in self.silent and self.attached(owner):
+                self.node.membership.detach(owner.consumer)
+                continue
+            # It has lost its connection, and may still handle its rows.
+            self.zombies.append(owner)
+            if self.attached(owner):
+                self.node.membership.disconnected(owner.consumer, owner.consumer.session)
+        self.owners.clear()
+        self.silent.clear()
+        self.node.turn()
+        to = self.later.randrange(len(self.rows) + 1)
+        skipping = self.later.random() < 0.3
+        try:
+            found = self.node.membership.rewind(SUBJECT, GROUP, ["sequence", to], skipping=skipping)
+        except GroupBusy:
+            return
+        self.node.turn()
+        self._rewound(found.position, skipping=skipping)
+
+    def _rewound(self, to: int, *, skipping: bool) -> None:
+        """Every row from ``to`` on may be handled again, in order; skipped rows never are."""
+        again = {body for _, body in self.rows[to:]}
+        self.certain -= again
+        for key, done in self.done.items():
+            self.done[key] = [body for body in done if body not in again]
+        if skipping:
+            for key, body in self.rows[:to]:
+                self.certain.add(body)
+                if body not in self.done[key]:
+                    self.done[key].append(body)
+
     def step(self) -> None:
         step = self.rng.random()
         if step < 0.15:
@@ -381,6 +424,8 @@ class World:
     def _run(self, steps: int) -> None:
         self.join()
         for number in range(steps):
+            if self.later.random() < self.rewinding:
+                self.rewind()
             self.step()
             self.check_memory()
             if number % 10 == 0:

@@ -51,12 +51,12 @@ def test_a_nack_changes_nothing_at_most_once():
     assert not node.pull(consumer, 3).ranges
 
 
-def test_a_reset_forgets_which_rows_may_be_returned():
+def test_a_rewind_forgets_which_rows_may_be_returned():
     node = filled(6)
     consumer = once(node)
     node.pull(consumer, 6)
     node.membership.detach(consumer)
-    node.membership.reset("orders", "once", ["sequence", 4])
+    node.membership.rewind("orders", "once", ["sequence", 4])
     consumer = once(node)
     node.nack(consumer, (0, 6), counted=False)
     assert node.pull(consumer, 9).ranges == [(4, 6, 1)]

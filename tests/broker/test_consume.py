@@ -340,7 +340,7 @@ def test_a_group_starts_at_the_given_position(start: object, expected: int):
     assert node.attach("orders", "g", start=start).group.cursor.next == expected
     other = node.attach("orders", "h", start="latest" if start == "earliest" else "earliest")
     node.membership.detach(other)
-    assert node.membership.reset("orders", "h", start or "earliest") == expected
+    assert node.membership.rewind("orders", "h", start or "earliest", skipping=True).position == expected
     node.turn()
     assert node.killed().group("orders", "h").cursor.next == expected
 
@@ -351,20 +351,20 @@ def test_an_invalid_start_position_is_refused(start: object):
         Node().attach("orders", "g", start=start)
 
 
-def test_a_reset_needs_an_idle_group_and_forgets_held_rows():
+def test_a_rewind_needs_an_idle_group_and_forgets_held_rows():
     node = filled(10)
     consumer = node.attach("orders", "g")
     node.pull(consumer, 6)
     node.nack(consumer, (0, 2))
     with pytest.raises(GroupBusy, match="has 1 connected consumer \\(c1\\); stop it first"):
-        node.membership.reset("orders", "g", "earliest")
+        node.membership.rewind("orders", "g", "earliest")
     node.membership.detach(consumer)
-    assert node.membership.reset("orders", "g", ["sequence", 4]) == 4
+    assert node.membership.rewind("orders", "g", ["sequence", 4], skipping=True).position == 4
     node.turn()
     for again in (node, node.killed()):
         assert again.pull(again.attach("orders", "g")).ranges == [(4, 10, 1)]
     with pytest.raises(GroupNotFound, match="no group 'x'; it has: g"):
-        node.membership.reset("orders", "x", "earliest")
+        node.membership.rewind("orders", "x", "earliest")
 
 
 def test_a_deleted_group_starts_again_without_progress():

@@ -60,11 +60,11 @@ def test_too_many_waiting_retries_hold_back_new_rows():
     assert node.pull(consumer).ranges == [(3, 10, 1)]
 
 
-def test_a_reset_forgets_waiting_retries():
+def test_a_rewind_that_skips_forgets_waiting_retries():
     node = Node()
     consumer = failed(node)
     node.membership.detach(consumer)
-    node.membership.reset("orders", "g", "latest")
+    node.membership.rewind("orders", "g", "latest", skipping=True)
     node.turn()
     node.later(6)
     assert node.pull(node.attach("orders", "g")).ranges == []

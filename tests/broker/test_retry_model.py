@@ -256,6 +256,33 @@ class Retrying(RuleBasedStateMachine):
         for sequence in self._held(client):
             self.messages[sequence].holder, self.messages[sequence].due = None, (0, 0)
 
+    @rule(data=st.data(), skipping=st.booleans(), closed=st.booleans())
+    def rewind(self, data: st.DataObject, skipping: bool, closed: bool) -> None:
+        """Rewind the group while its consumers are closed, or have lost their connections a moment ago."""
+        if not self.messages or "g" not in self.node.partition("orders").groups:
+            return
+        for consumer in self.consumers.values():
+            if closed:
+                self.node.membership.detach(consumer)
+            else:
+                self.node.membership.disconnected(consumer, consumer.session)
+        self.consumers.clear()
+        to = data.draw(st.integers(0, len(self.messages)))
+        for preview in (True, False):
+            found = self.node.membership.rewind("orders", "g", ["sequence", to], skipping=skipping, preview=preview)
+            done = sum(message.done for message in self.messages[to:])
+            open_ones = sum(not message.done and not message.dead for message in self.messages[:to])
+            dead = sum(message.dead is not None for message in self.messages[to:])
+            assert (found.position, found.handled, found.dead_again) == (to, done, dead)
+            assert (found.open, found.skipped) == ((0, open_ones) if skipping else (open_ones, 0))
+            assert found.again == max(found.before - to, 0) >= done + dead
+        self.node.turn()
+        self.messages[to:] = [Message() for _ in self.messages[to:]]
+        for message in self.messages[:to]:
+            message.done = message.done or (skipping and not message.dead)
+            if message.holder is not None:
+                message.holder, message.due = None, (0, 0)
+
     @rule()
     def checkpoint(self) -> None:
         self.node.checkpoint()

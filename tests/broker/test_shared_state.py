@@ -59,7 +59,7 @@ class SharedStateMachine(RuleBasedStateMachine):
         self.next += count
         for sequence in range(start, start + count):
             self.held[sequence] = (consumer, 1)
-            # After a reset to an earlier sequence, dead letters are delivered as new rows.
+            # After a rewind to an earlier sequence, dead letters are delivered as new rows.
             self.dead.pop(sequence, None)
 
     @rule(consumer=CONSUMERS)
@@ -222,9 +222,24 @@ class SharedStateMachine(RuleBasedStateMachine):
         assert self.state.group.lost_count - before == lost
 
     @rule(sequence=SEQUENCES)
-    def reset(self, sequence: int) -> None:
-        self.state.event(Action.RESET, 0, sequence, sequence)
+    def rewind(self, sequence: int) -> None:
+        self.state.event(Action.REWIND, 0, sequence, sequence)
+        self.returned.update({s: attempt for s, (_, attempt) in self.held.items()})
+        self.held = {}
+        again = range(sequence, self.next)
+        self.returned = {s: attempt for s, attempt in self.returned.items() if s not in again}
+        self.waiting = {s: entry for s, entry in self.waiting.items() if s not in again}
+        for failures in (self.dead, self.resent, self.failing):
+            for s in [s for s in failures if s >= sequence]:
+                del failures[s]
+        self.next = min(self.next, sequence)
+
+    @rule(sequence=SEQUENCES)
+    def skip_to(self, sequence: int) -> None:
+        """The event's flag, which a nack uses for rows that do not count."""
+        self.state.event(Action.REWIND, 0, sequence, sequence, counted=False)
         self.next, self.held, self.returned, self.waiting, self.resent = sequence, {}, {}, {}, {}
+        self.dead = {s: attempt for s, attempt in self.dead.items() if s < sequence}
         self.failing = {s: since for s, since in self.failing.items() if s in self.dead}
 
     def _reload(self, *, broadcast: bool) -> None:

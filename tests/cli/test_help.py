@@ -72,7 +72,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):
         (["tail", "a", "--count", "0"], "--count"),
         (["tail", "a", "--wait", "soon"], "duration 'soon'"),
         (["tail", "a", "--strat", "1"], "Did you mean --start?"),
-        (["group", "reset", "a", "b"], "--to requires an argument"),
+        (["group", "rewind", "a", "b"], "name one position"),
         (["subject", "list", "-o", "yaml"], '"table", "json"'),
         (["subject", "create", "a", "--retention-size", "5 stones"], "size '5 stones'"),
         (["subject", "create", "a", "--order", "loose"], '"best_tried", "strict"'),

@@ -83,8 +83,17 @@ def test_scheduled_messages_are_named_by_partition_and_number(capsys: pytest.Cap
 
 
 def test_a_group_is_moved_in_all_partitions_or_in_one(capsys: pytest.CaptureFixture[str], server: str) -> None:
-    assert listed(capsys, server, "group", "reset", "s", "g", "--to", "latest")["next"] == 20
-    assert "sequences of its own" in refused(capsys, server, "group", "reset", "s", "g", "--to", "1")
-    assert listed(capsys, server, "group", "reset", "s", "g", "--to", "1", "--partition", "s@g2")["next"] == 1
+    rewind = ("group", "rewind", "s", "g")
+    assert "confirm with --yes" in refused(capsys, server, *rewind, "--to", "latest")
+    moved = listed(capsys, server, *rewind, "--to", "latest", "--yes")
+    assert sum(each["position"] for each in moved["partitions"]) == 20
+    assert "sequences of its own" in refused(capsys, server, *rewind, "--to", "1", "--yes")
+    for done in (False, True):
+        shown = listed(
+            capsys, server, *rewind, "--sequence", "1", "--partition", "s@g2", "--yes" if done else "--preview"
+        )
+        [change] = shown["partitions"]
+        assert (shown["done"], change["partition"], change["position"]) == (done, "s@g2", 1)
+        assert change["again"] == change["before"] - 1
     one = listed(capsys, server, "group", "describe", "s", "g", "--partition", "s@g1")
     assert one["next"] + 1 == listed(capsys, server, "group", "describe", "s", "g")["next"]

@@ -143,10 +143,18 @@ def test_a_group_is_described_and_moved(node: Serving, here: Here, subject: str)
     assert (listed["group"], listed["lag"], listed["unacked"]) == ("readers", 1, 0)
     assert listed == json_of(group("describe", subject, "readers", "-o", "json"))
     assert b"1 not done yet" in group("describe", subject, "readers").stdout
-    assert json_of(group("reset", subject, "readers", "--to", "1", "-o", "json"))["next"] == 1
+    preview = group("rewind", subject, "readers", "--to", "1", "--preview").stdout
+    assert b"3 messages come again; 2 of them were handled" in preview
+    assert b"nothing is changed yet" in preview
+    unconfirmed = group("rewind", subject, "readers", "--to", "1")
+    assert b"3 messages come again" in unconfirmed.stdout
+    assert b"confirm with --yes" in unconfirmed.stderr
+    [moved] = json_of(group("rewind", subject, "readers", "--to", "1", "--yes", "-o", "json"))["partitions"]
+    assert (moved["position"], moved["again"], moved["handled"]) == (1, 3, 2)
     assert tail(2) == b"b\nc\n"
-    assert json_of(group("reset", subject, "readers", "--to", "latest", "-o", "json"))["next"] == 4
-    nonsense = group("reset", subject, "readers", "--to", "yesterday")
+    [moved] = json_of(group("rewind", subject, "readers", "--to", "latest", "--yes", "-o", "json"))["partitions"]
+    assert (moved["position"], moved["skipped"]) == (4, 1)
+    nonsense = group("rewind", subject, "readers", "--to", "yesterday")
     assert (nonsense.returncode, nonsense.stderr.count(b"\n")) == (2, 1)
     changed = json_of(group("set", subject, "readers", "--attempts", "3", "--steps", "1s,5m", "-o", "json"))
     assert (changed["retry"]["attempts"], changed["retry"]["steps"]) == (3, [1.0, 300.0])

@@ -82,7 +82,7 @@ async def test_huge_values_are_refused_and_the_client_stays_usable(client: plait
         lambda: admin.schedule_counts("s", end=10**400),
         lambda: admin.dead_letter("s", "g", 2**70),
         lambda: admin.purge_dead("s", "g", sequences=[2**70]),
-        lambda: admin.reset_group("s", "g", 2**70),
+        lambda: admin.rewind_group("s", "g", 2**70),
         lambda: admin.create_subject("t", retention_bytes=2**70),
         lambda: admin.create_subject("t", retention_bytes=object()),  # type: ignore[arg-type]
         lambda: admin.resend_dead("s", "g", rate=10**400),

@@ -98,15 +98,16 @@ def test_a_consumer_of_several_partitions_is_listed_once() -> None:
     assert (merged.online, merged.lag, merged.next) == (2, 2, 2)
 
 
-async def test_a_group_is_reset_in_all_partitions_or_to_a_sequence_in_one(
+async def test_a_group_is_rewound_in_all_partitions_or_to_a_sequence_in_one(
     meta: PlayedMeta, client: plait.Client
 ) -> None:
     await filled(meta, client)
-    assert await client.admin.reset_group("s", "g", "latest") == 5
-    assert await client.admin.reset_group("s", "g", "earliest") == 0
+    for to, positions in (("latest", 5), ("earliest", 0)):
+        moved = await client.admin.rewind_group("s", "g", to)
+        assert sum(each.position for each in moved.partitions) == positions
     with pytest.raises(plait.InvalidArgument, match="each with sequences of its own: name one, as in partition='s@g1"):
-        await client.admin.reset_group("s", "g", 1)
-    assert await client.admin.reset_group("s", "g", 1, partition="s#1@g2") == 1
+        await client.admin.rewind_group("s", "g", 1)
+    assert (await client.admin.rewind_group("s", "g", 1, partition="s#1@g2")).partitions[0].position == 1
     assert (await client.admin.group("s", "g", partition="s")).next == 0
 
 

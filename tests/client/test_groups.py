@@ -162,13 +162,13 @@ async def test_a_broadcast_group_without_consumers_is_forgotten(timed_broker: Em
 # --- administration ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_reset_group_continues_from_the_new_position(client: plait.Client) -> None:
+async def test_a_rewound_group_continues_from_the_new_position(client: plait.Client) -> None:
     await send(client, 10)
     async with client.consumer("s", group="g") as consumer:
         await (await consumer.fetch(10)).ack()
         with pytest.raises(plait.GroupBusy, match="stop it first"):
-            await client.admin.reset_group("s", "g", "earliest")
-    assert await client.admin.reset_group("s", "g", 7) == 7
+            await client.admin.rewind_group("s", "g", "earliest")
+    assert (await client.admin.rewind_group("s", "g", 7)).again == 3
     async with client.consumer("s", group="g") as consumer:
         assert numbers(await fetch_all(consumer, 3)) == [7, 8, 9]
 

@@ -69,6 +69,7 @@ PLANTS: list[Plant] = [
     Plant(model_defects.believe_any_name, generators.ORDERED_MODEL, (10,)),
     Plant(model_defects.keep_recovered_keys_apart, generators.ORDERED_MODEL, (21, 29)),
     Plant(model_defects.count_rows_of_others, generators.ORDERED_MODEL, (2,)),
+    Plant(model_defects.rewind_over_returned_rows, generators.ORDERED_MODEL, (1, 3)),
     Plant(model_defects.remember_every_key, generators.ORDERED_MODEL, (4,)),
     # Clients and apps.
     Plant(world_defects.interrupt_closing, generators.WORLDS),

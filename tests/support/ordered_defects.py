@@ -80,3 +80,15 @@ def remember_every_key(patch: Patch) -> None:
 def believe_any_key(patch: Patch) -> None:
     """A parked key may be any number, of any logical partition."""
     patch.setattr(LeaseGrants, "_checked_keys", lambda self, keys, lps, what: keys)
+
+
+def rewind_over_returned_rows(patch: Patch) -> None:
+    """A rewind forgets rows before its position that were returned or wait for a retry."""
+
+    def naive(self: Cursor, sequence: int) -> None:
+        self.drop()
+        self.returned.clear()
+        self.waiting.clear()
+        self.next = min(self.next, sequence)
+
+    patch.setattr(Cursor, "rewound", naive)

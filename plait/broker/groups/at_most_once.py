@@ -68,12 +68,12 @@ class AtMostOnceGroup(SharedGroup):
 
     def _untaken(self, start: int, end: int, attempt: int) -> None:
         """Return [start, end), which was done on delivery, because its consumer never began to handle it."""
-        # After a reset to an earlier sequence, ``next`` will reach the rest anyway.
+        # After a rewind to an earlier sequence, ``next`` will reach the rest anyway.
         self.cursor.returned.add(start, min(end, self.cursor.next), attempt)
 
-    def reset(self, sequence: int) -> None:
+    def rewind(self, sequence: int, *, skipping: bool) -> None:
         self.delivered.clear()
-        super().reset(sequence)
+        super().rewind(sequence, skipping=skipping)
 
     def offline(self, consumer: AttachedConsumer, now: int) -> int:
         self.delivered.pop(consumer.id, None)

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from plait.broker.broker import Broker
+from plait.broker.groups import rewinding
 from plait.broker.groups.group import AFTER_CLIENT, AttachedConsumer, Group, proof_of
-from plait.broker.groups.group_settings import change_retry, group_for, resolve_start, set_retry
+from plait.broker.groups.group_settings import change_retry, group_for, set_retry
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.groups.waking import end_pulls, wake_group
 from plait.broker.partitions.partition import Partition
@@ -21,6 +22,7 @@ from plait.model import names
 from plait.model.retry_policy import Retry
 from plait.storage.logs.action_events import ForgotConsumer, ForgotGroup
 from plait.storage.logs.action_log import ConsumerDefinition, GroupDefinition
+from plait.wire.admin.rewinds import PartitionRewind
 
 log = logging.getLogger("plait.broker")
 
@@ -281,12 +283,9 @@ class Attachments:
             )
         return group
 
-    def reset(self, subject: str, name: str, start: Any) -> int:
-        """Set the position of a group without connected consumers; returns the sequence that it continues from."""
-        group = self._idle(subject, name)
-        sequence = resolve_start(group.partition, start)
-        group.reset(sequence)
-        return sequence
+    def rewind(self, subject: str, name: str, start: Any, **settings: bool) -> PartitionRewind:
+        """Rewind a group without connected consumers (``rewinding.rewind``)."""
+        return rewinding.rewind(self._broker, self._idle(subject, name), start, **settings)
 
     def set_retry(self, subject: str, name: str, retry: Retry) -> Group:
         """Change the retry policy of a group without connected consumers: all members must use the same policy."""

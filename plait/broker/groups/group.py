@@ -343,8 +343,8 @@ class Group(ABC):
         """Keep the rows that an attaching consumer names, because it still holds them (R13); return its other rows."""
 
     @abstractmethod
-    def reset(self, sequence: int) -> None:
-        """Set the group's position to ``sequence``."""
+    def rewind(self, sequence: int, *, skipping: bool) -> None:
+        """Deliver every row from ``sequence`` on, done or not; ``skipping``: no row below it is delivered any more."""
 
     @abstractmethod
     def buried(self, holder: int, start: int, end: int, attempt: int, now: int) -> None:

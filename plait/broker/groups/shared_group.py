@@ -27,9 +27,9 @@ from plait.storage.logs.action_events import (
     Pulled,
     Purged,
     Revived,
+    Rewound,
     RowEvent,
     Skipped,
-    WasReset,
     WentOffline,
 )
 from plait.storage.logs.action_log import GroupDefinition
@@ -242,8 +242,8 @@ class SharedGroup(Group):
         for start, end in new:
             self.record(consumer, start, end, 1)
 
-    def reset(self, sequence: int) -> None:
-        self._decide(WasReset(0, sequence))
+    def rewind(self, sequence: int, *, skipping: bool) -> None:
+        self._decide(Rewound(skipping, 0, sequence))
         self.retained.settled()
 
     def revived(self, start: int, end: int) -> None:
@@ -268,7 +268,7 @@ class SharedGroup(Group):
         self.failures.reset()
 
     def _deliver_dead(self, start: int, end: int) -> None:
-        """Forget dead letters that ``next`` passes again after a reset to an earlier sequence."""
+        """Forget dead letters that ``next`` passes again after a rewind to an earlier sequence."""
         self.failures.dead.remove(min(start, self.cursor.next), end)
 
     def _acked(self, consumer: int, start: int, end: int) -> None:
@@ -301,8 +301,9 @@ class SharedGroup(Group):
     def replay(self, event: Event, time: int) -> None:
         if isinstance(event, WentOffline):
             self.forget(event.consumer, time)
-        elif isinstance(event, WasReset):
-            self.begin(event.sequence)
+        elif isinstance(event, Rewound):
+            (self.cursor.reset if event.skipping else self.cursor.rewound)(event.sequence)
+            self.failures.rewound(event.sequence, skipping=event.skipping)
         if not isinstance(event, RowEvent) or event.start >= event.end:
             return
         cursor, failures, start, end = self.cursor, self.failures, event.start, event.end

@@ -29,9 +29,9 @@ from plait.storage.logs.action_events import (
     Event,
     ForgotConsumer,
     ForgotGroup,
+    Rewound,
     RowEvent,
     TransactionEvent,
-    WasReset,
     WentOffline,
     unpack_event,
 )
@@ -262,13 +262,13 @@ class ActionReplay:
                 if member.id == event.consumer:
                     group.remove(member)
             return
-        if isinstance(event, (RowEvent, WasReset, WentOffline)):
+        if isinstance(event, (RowEvent, Rewound, WentOffline)):
             group.used = max(group.used, written)
         # Rows may have been lost to damage, and later rows have their sequences: the event is not about the later rows.
         limit = group.partition.stored_until(epoch)
         if isinstance(event, RowEvent):
             event.start, event.end = min(event.start, limit), min(event.end, limit)
-        elif isinstance(event, WasReset):
+        elif isinstance(event, Rewound):
             event.sequence = min(event.sequence, limit)
         group.replay(event, written)
 

@@ -1,4 +1,4 @@
-"""``plait group``: shows the progress of groups, changes, resets and deletes them, and handles their parked keys."""
+"""``plait group``: shows the progress of groups, changes, rewinds and deletes them, and handles their parked keys."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 from msgspec import to_builtins
 from msgspec.structs import asdict, replace
 
+from plait.cli.commands.rewind import rewind
 from plait.cli.options import NODE, NodeOptions, Partition, Yes, confirm, described, duration_of, signed, whole_of
 from plait.cli.output import (
     format_time,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from plait.client.client import Client
     from plait.wire.admin.subjects import GroupInfo
 
-app = App(name="group", help="List, describe, change, reset and delete consumer groups; their parked keys.")
+app = App(name="group", help="List, describe, change, rewind and delete consumer groups; their parked keys.")
 
 Subject = Annotated[str, described("The subject the group consumes.")]
 Group = Annotated[str, described("The group's name.")]
@@ -121,22 +122,7 @@ def _print_shares(group: GroupInfo, allocation: AllocationInfo) -> None:
     print_rows(sorted(consumers.keys() | shares.keys()), columns, right=("share", "locks", "unacked"))
 
 
-@app.command
-def reset(
-    subject: Subject,
-    group: Group,
-    /,
-    *,
-    to: Annotated[
-        str,
-        signed("earliest, latest, a sequence, -5m (5 minutes ago), or a time such as 2025-01-31T12:00."),
-    ],
-    partition: Partition = None,
-    node: NodeOptions = NODE,
-) -> None:
-    """Move the position of a group that has no connected consumers."""
-    sequence = node.run(lambda client: client.admin.reset_group(subject, group, to, partition=partition))
-    print_result(node.output, {"subject": subject, "group": group, "next": sequence})
+app.command(rewind)
 
 
 @app.command(name="set")

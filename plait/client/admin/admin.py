@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from plait.client.admin.dead_letter_admin import DeadAdmin
 from plait.client.admin.parked_key_admin import ParkedAdmin
+from plait.client.admin.rewind_admin import RewindAdmin
 from plait.client.admin.schedule_admin import ScheduleAdmin
 from plait.client.admin.transaction_admin import TransactionAdmin
-from plait.client.arguments import Duration, Start, seconds_of, start_of
+from plait.client.arguments import Duration, seconds_of
 from plait.client.net.admin_calls import Partition
 from plait.client.types import PartitionName
 from plait.errors import GroupNotFound, InvalidArgument
@@ -135,7 +136,7 @@ def _table(runs: Iterable[NumberedRun]) -> npt.NDArray[np.int64]:
 _GROUP_SUMS: Final = [f.name for f in msgspec.structs.fields(GroupInfo) if f.type is int and f.name != "online"]
 
 
-class Admin(DeadAdmin, ScheduleAdmin, ParkedAdmin, TransactionAdmin):
+class Admin(DeadAdmin, ScheduleAdmin, ParkedAdmin, RewindAdmin, TransactionAdmin):
     """The operations of ``plait subject``, ``group``, ``dlq``, ``schedule``, ``transactions`` and ``cluster``.
 
     Where a subject has several partitions, ``partition`` selects one: "name@group".
@@ -233,19 +234,6 @@ class Admin(DeadAdmin, ScheduleAdmin, ParkedAdmin, TransactionAdmin):
         places = await self._places(subject, partition)
         [merged] = merged_groups([a for _, a in await self._each(places, subjects.DESCRIBE_GROUP, group=group)])
         return merged
-
-    async def reset_group(self, subject: str, group: str, start: Start, *, partition: Partition | None = None) -> int:
-        """Move an idle group to "earliest", "latest", a sequence or a time; returns the sequence it continues from.
-
-        A sequence belongs to one partition. With several partitions the result is the sum of their sequences.
-        """
-        position = start_of(start, self._now())
-        if not isinstance(position, str) and position[0] == "sequence":
-            places = [await self._place(subject, partition, "sequences")]
-        else:
-            places = await self._places(subject, partition)
-        answers = await self._each(places, subjects.RESET_GROUP, group=group, start=position)
-        return sum(sequence for _, sequence in answers)
 
     async def set_group(self, subject: str, group: str, *, retry: Retry) -> GroupInfo:
         """Change the retry policy of an idle group; ``GroupBusy`` while it has consumers.

@@ -49,7 +49,7 @@ class SyncAdmin(Blocking[Admin]):
     delete_subject = blocking(Admin.delete_subject)
     groups = blocking(Admin.groups)
     group = blocking(Admin.group)
-    reset_group = blocking(Admin.reset_group)
+    rewind_group = blocking(Admin.rewind_group)
     set_group = blocking(Admin.set_group)
     delete_group = blocking(Admin.delete_group)
     server = blocking(Admin.server)

@@ -56,6 +56,9 @@ class Registrar:
         #: Partition → its last report; and the index at which the next round of reports starts.
         self._reported: dict[str, PartitionProgress] = {}
         self._turn = 0
+        #: One report at a time: an older one never replaces a newer one.
+        self._reporting = asyncio.Lock()
+        self._soon: set[asyncio.Task[None]] = set()
         self._notices = Notices(log)
 
     async def start(self) -> None:
@@ -64,6 +67,7 @@ class Registrar:
         Raises ``InvalidArgument`` if a live broker uses the same group name.
         """
         self._host.broker.turn.floors.awaited = True
+        self._host.report = self._report_soon
         for left in reversed(range(CLAIMS)):
             try:
                 await self._register()
@@ -92,9 +96,10 @@ class Registrar:
 
     async def abandon(self) -> None:
         """Stop without notifying the meta servers."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        running = [*self._soon, *([] if self._task is None else [self._task])]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     async def _run(self) -> None:
         while True:
@@ -117,8 +122,28 @@ class Registrar:
     def _sealed(self) -> list[Partition]:
         return [each for each in self._host.broker.subjects.values() if each.fences is not None]
 
+    def _report_soon(self, partition: Partition, done: Callable[[], None]) -> None:
+        """Send the progress of a partition if it changed, then call ``done``, even if no meta server is reachable."""
+
+        async def report() -> None:
+            try:
+                if self._registered:
+                    await self._report([partition])
+            except PlaitError:
+                # The next heartbeats report it.
+                pass
+            done()
+
+        task = tasks.start(report(), "plait-report")
+        self._soon.add(task)
+        task.add_done_callback(self._soon.discard)
+
     async def _report(self, partitions: list[Partition]) -> None:
         """Send the progress of partitions whose report changed."""
+        async with self._reporting:
+            await self._report_changed(partitions)
+
+    async def _report_changed(self, partitions: list[Partition]) -> None:
         known = self._host.broker.subjects
         self._reported = {name: report for name, report in self._reported.items() if name in known}
         news = []

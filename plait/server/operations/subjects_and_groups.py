@@ -5,6 +5,8 @@ A broker without a meta server is the whole cluster: each of its subjects has on
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from plait.broker.partitions.partition import Partition
@@ -13,7 +15,9 @@ from plait.errors import InvalidArgument
 from plait.model import names
 from plait.model.settings import SubjectSettings
 from plait.server.broker_host import BrokerHost
+from plait.server.operations.partitions import Answer
 from plait.wire.admin.operation import Nothing
+from plait.wire.admin.rewinds import RewindGroup
 from plait.wire.admin.subjects import (
     CreateSubject,
     GroupInfo,
@@ -52,6 +56,24 @@ def set_subject(host: BrokerHost, request: SetSubject) -> None:
     partition = host.broker.partition_of(request.subject, create=False)
     settings = msgspec.structs.replace(partition.row.settings, **request.settings)
     host.broker.catalog.update_subject(request.subject, settings)
+
+
+def rewind(host: BrokerHost, request: RewindGroup, answer: Answer) -> None:
+    """Answered after the meta server knows which sealed logical partitions the group has not finished any more.
+
+    An ordered consumer that opens after the answer then begins at the right partition.
+    """
+    found = host.membership.rewind(
+        request.subject, request.group, request.start, skipping=request.skipping, preview=request.preview
+    )
+    done = partial(answer, found, None)
+    partition = host.broker.subjects[request.subject]
+    if request.preview:
+        done()
+    elif partition.fences is None or host.report is None:
+        host.broker.turn.answer_after_commit(done)
+    else:
+        host.broker.turn.answer_after_commit(partial(host.report, partition, done))
 
 
 def list_groups(host: BrokerHost, request: OfSubjects) -> list[GroupInfo]:

@@ -22,6 +22,7 @@ from plait.wire.admin import cluster as c
 from plait.wire.admin import dead_letters as d
 from plait.wire.admin import delayed as s
 from plait.wire.admin import partitions as p
+from plait.wire.admin import rewinds as w
 from plait.wire.admin import subjects as g
 from plait.wire.admin import transactions as t
 from plait.wire.admin.operation import Operation
@@ -58,7 +59,6 @@ _COMMITTED: Final[_Table] = {
     g.CREATE_SUBJECT: subjects_and_groups.create_subject,
     g.SET_SUBJECT: subjects_and_groups.set_subject,
     g.DELETE_SUBJECT: lambda h, r: h.broker.delete_subject(r.subject),
-    g.RESET_GROUP: lambda h, r: h.membership.reset(r.subject, r.group, r.start),
     g.SET_GROUP: lambda h, r: group_view(h.membership.set_retry(r.subject, r.group, r.retry)),
     g.DELETE_GROUP: lambda h, r: h.membership.delete(r.subject, r.group),
     d.RESUME_KEYS: partial(dead_letters.unpark, skip=False),
@@ -78,6 +78,7 @@ _LATER: Final[_Table] = {
     p.OPEN_PARTITION: partitions.open_partition,
     p.SEAL_PARTITION: partitions.seal_partition,
     p.DROP_PARTITION: partitions.drop_partition,
+    w.REWIND_GROUP: subjects_and_groups.rewind,
     p.COMPLETE_STAGES: partitions.complete,
     p.PUBLISH_STAGES: partitions.publish,
 }

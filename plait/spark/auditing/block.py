@@ -144,9 +144,9 @@ def _add_times(
     facts.histogram(tally.STORED, group.id, scale.moments(rows.store_times[of_group]))
     settled = of_group & (verdict.settled_by >= 0)
     facts.histogram(tally.SETTLED, group.id, scale.moments(events["time"][verdict.settled_by[settled]]))
-    # A reset moved the group past these rows: they no longer count as lag.
+    # A rewind moved the group past these rows: they no longer count as lag.
     left = of_group & (verdict.settled_by < 0) & (rows.sequences < group.start)
-    facts.histogram(tally.SETTLED, group.id, scale.moments(np.maximum(rows.store_times[left], group.reset_time)))
+    facts.histogram(tally.SETTLED, group.id, scale.moments(np.maximum(rows.store_times[left], group.rewind_time)))
     acked = verdict.first_acks >= 0
     waited = events["time"][verdict.first_acks[acked]] - rows.send_times[acked]
     facts.histogram(tally.LATENCY, group.id, latency_bins(waited))

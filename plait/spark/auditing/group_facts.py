@@ -1,7 +1,7 @@
 """Facts about each group as a whole, from the whole action log.
 
-One pass in log order collects them and keeps nothing per row: where the group began and was reset, when consumers went
-offline, how its cursors changed, and up to where its scan has provably passed.
+One pass in log order collects them and keeps nothing per row: where the group began and was rewound, when consumers
+went offline, how its cursors changed, and up to where its scan has provably passed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from plait.storage.logs.action_events import Action
 from plait.storage.logs.action_log import ConsumerDefinition, Definition, GroupDefinition
 
 #: Actions that change which cursor of an ordered group a row belongs to.
-_CHANGES_CURSORS: Final = np.isin(np.arange(256), [Action.MOVE, Action.HOLD, Action.JOIN, Action.RESET])
+_CHANGES_CURSORS: Final = np.isin(np.arange(256), [Action.MOVE, Action.HOLD, Action.JOIN, Action.REWIND])
 _GONE: Final = np.isin(np.arange(256), [Action.OFFLINE, Action.FORGET_CONSUMER])
 _MOVES_SCAN: Final = np.isin(np.arange(256), [Action.PULL, Action.ACK, Action.BURY, Action.SKIP])
 _NAMES_ROWS: Final = np.isin(np.arange(256), [Action.PULL, Action.ACK, Action.NACK, Action.BURY])
@@ -33,7 +33,7 @@ class GroupFacts:
     id: int
     name: str
     partition: int
-    #: The sequence that it consumes from: as defined (``first``), and since its last reset (``start``).
+    #: The sequence that it consumes from: as defined (``first``), and since its last rewind (``start``).
     first: int
     start: int
     broadcast: bool = False
@@ -47,10 +47,10 @@ class GroupFacts:
     #: If ``whole`` is False: the log has the events of the group from this time on.
     begins: int = 0
     forgotten: bool = False
-    #: Places of resets. The log between two of them is an *era*.
-    resets: list[int] = field(default_factory=list)
-    #: The time of the last reset.
-    reset_time: int = 0
+    #: Places of rewinds. The log between two of them is an *era*.
+    rewinds: list[int] = field(default_factory=list)
+    #: The time of the last rewind.
+    rewind_time: int = 0
     #: Consumer number → client number. A client may have had several consumers.
     clients: dict[int, int] = field(default_factory=dict)
     #: Client → the places where it left or was declared lost.
@@ -138,12 +138,16 @@ class GroupTable:
         made = events[_NAMES_ROWS[action]]
         if len(made):
             group.reach = max(group.reach, int(made["end"].max()))
-        resets = np.flatnonzero(action == Action.RESET)
-        for piece in np.split(events, resets):
-            if len(piece) and piece["action"][0] == Action.RESET:
-                group.resets.append(int(piece["place"][0]))
-                group.reset_time = int(piece["time"][0])
-                group.start = group.scan = group.passed = int(piece["start"][0])
+        rewinds = np.flatnonzero(action == Action.REWIND)
+        for piece in np.split(events, rewinds):
+            if len(piece) and piece["action"][0] == Action.REWIND:
+                group.rewinds.append(int(piece["place"][0]))
+                group.rewind_time = int(piece["time"][0])
+                to = int(piece["start"][0])
+                if group.logs_pulls and not piece["flag"][0]:
+                    # Nothing is skipped: the scan continues where it is, if it has not reached the position.
+                    to = min(to, group.scan)
+                group.start = group.scan = group.passed = to
             if group.logs_pulls:
                 self._follow_scan(group, piece[_MOVES_SCAN[piece["action"]] & (piece["start"] < piece["end"])])
         skips = events[(action == Action.SKIP)]

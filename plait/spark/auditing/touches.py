@@ -136,10 +136,11 @@ class Layout:
                 self._by_key[rows] = 0
             passed = rows[(self._rows.sequences[rows] < end) & (self._rows.epochs[rows] <= epoch)]
             self.joined_at[passed] = place
-        elif action == Action.RESET:
-            self._by_lp[:] = number
-            self._rows_of_key = {}
-            self._by_key = None
+        elif action == Action.REWIND:
+            if number:
+                self._by_lp[:] = number
+                self._rows_of_key = {}
+                self._by_key = None
             self.joined_at[:] = -1
 
     def _hold(self, key: int, cursor: int) -> None:

@@ -25,7 +25,7 @@ NEVER: Final = 1 << 62
 class Fate(IntEnum):
     """The state of a row in a group at the end of the log."""
 
-    #: Before the first sequence of the group, or before the sequence that it was reset to.
+    #: Before the first sequence of the group, or before the sequence that it was rewound to.
     OUTSIDE = 0
     ACKED = 1
     DEAD = 2
@@ -75,9 +75,9 @@ class _TouchColumns:
         self.place: Numbers = touching["place"]
         self.offset: Numbers = touching["offset"]
         self.counted: Flags = ~touching["flag"]
-        resets = np.array(group.resets, np.int64)
-        self.era: Numbers = np.searchsorted(resets, self.place)
-        self.current: Flags = self.era == len(resets)
+        rewinds = np.array(group.rewinds, np.int64)
+        self.era: Numbers = np.searchsorted(rewinds, self.place)
+        self.current: Flags = self.era == len(rewinds)
         holders = touching["holder"]
         self.client = _clients(holders, group) if group.logs_pulls else holders.astype(np.int64)
         self._count = len(rows)
@@ -182,14 +182,11 @@ def _fates(rows: BlockRows, touched: _TouchColumns, group: GroupFacts, old: Flag
     fates[touched.any(touched.current & (action == Action.SKIP))] = Fate.EXPIRED
     ends = touched.last(np.isin(action, (Action.BURY, Action.PURGE, Action.REVIVE, Action.PULL)))
     dead = touched.is_any(ends, Action.BURY, Action.PURGE)
-    if group.logs_pulls:
-        # A reset moved the group back before the row, and the scan has passed the row since. So a delivery of the row
-        # would be in this era.
-        passed_by = (sequences >= group.start) & (sequences < group.scan) & ~touched.any(touched.current)
-        dead &= ~passed_by | old
+    # Dead letters from the position of a rewind on are rows again.
+    dead &= (touched.pick(touched.current.astype(np.int64), ends) == 1) | (sequences < group.start)
     fates[dead] = Fate.DEAD
     if group.logs_pulls:
-        # A reset moved the group back before the row. The scan will reach it, whether its dead letter was resent or
+        # A rewind moved the group back before the row. The scan will reach it, whether its dead letter was resent or
         # purged.
         fates[touched.is_any(ends, Action.REVIVE, Action.PURGE) & (sequences >= group.scan)] = Fate.PENDING
     return fates

@@ -22,7 +22,7 @@ class Action(IntEnum):
     ACK = 2
     NACK = 3
     OFFLINE = 4
-    RESET = 5
+    REWIND = 5
     SKIP = 6
     FORGET_CONSUMER = 7
     FORGET_GROUP = 8
@@ -115,11 +115,13 @@ class WentOffline(Event):
     consumer: int
 
 
-class WasReset(Event):
-    """The group continues from ``sequence``; an ordered group with one new cursor."""
+class Rewound(Event):
+    """The group delivers every row from ``sequence`` on, whether it is done or not."""
 
-    action, layout = Action.RESET, Struct("<IIB3xIQ16x")
-    #: 0 for a shared group.
+    action, layout = Action.REWIND, Struct("<IIB2x?IQ16x")
+    #: Rows below ``sequence`` that are not done are skipped. Otherwise they stay as they are.
+    skipping: bool
+    #: Of an ordered group that skips rows: the new cursor that replaces all others; else 0.
     cursor: int
     sequence: int
 

@@ -83,6 +83,8 @@ class Remembered(msgspec.Struct, frozen=True):
     version: int
     #: The route version at which the group started; None if those partitions did not know it.
     began: int | None
+    #: True if a partition that knew the group has left the route.
+    left_route: bool = False
 
 
 class CreateSubject(Request):
@@ -166,12 +168,6 @@ class AskRemembered(Request):
     client: str
 
 
-class ResetGroup(OfGroup):
-    """Move an idle group to a position."""
-
-    start: str | tuple[str, int]
-
-
 class SetGroup(OfGroup):
     """Change the retry settings of an idle group."""
 
@@ -188,7 +184,6 @@ LIST_GROUPS = Operation("group.list", OfSubjects, list[GroupInfo])
 DESCRIBE_GROUP = Operation("group.describe", OfGroup, GroupInfo)
 GROUP_BEGAN = Operation[int | None]("group.began", Began, int | None)
 GROUP_REMEMBERED = Operation("group.remembered", AskRemembered, Remembered)
-RESET_GROUP = Operation("group.reset", ResetGroup, int)
 SET_GROUP = Operation("group.set", SetGroup, GroupInfo)
 DELETE_GROUP = Operation[None]("group.delete", OfGroup)
 #: Forget the allocation and the settings of a group. True if there were any.

@@ -166,15 +166,18 @@ async def test_a_broadcast_at_most_once(tmp_path: Path, audit: Audit):
     assert bad.examples[0].sequence == 0
 
 
-@pytest.mark.parametrize(("to", "acked", "outside"), [(0, 12, 0), (8, 4, 8), (4, 8, 4)])
-async def test_a_group_that_was_reset(tmp_path: Path, audit: Audit, to: int, acked: int, outside: int):
+@pytest.mark.parametrize(
+    ("to", "skip", "acked", "outside"),
+    [(0, True, 12, 0), (8, True, 4, 8), (4, True, 8, 4), (0, False, 12, 0), (8, False, 6, 6), (4, False, 8, 4)],
+)
+async def test_a_group_that_was_rewound(tmp_path: Path, audit: Audit, to: int, skip: bool, acked: int, outside: int):
     async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
         await send(client, 12)
         async with client.consumer(SUBJECT, group="billing") as consumer:
             await consume(consumer, 6)
-        await client.admin.reset_group(SUBJECT, "billing", to)
+        await client.admin.rewind_group(SUBJECT, "billing", to, skip=skip)
         async with client.consumer(SUBJECT, group="billing") as consumer:
-            await consume(consumer, 12 - to)
+            await consume(consumer, acked)
     report = audit(tmp_path)
     assert report.held
     assert one_group(report).messages == 12 - outside
@@ -244,14 +247,14 @@ async def test_an_action_log_whose_first_segment_is_missing(tmp_path: Path, audi
     assert report.judged is not ordered
 
 
-async def test_messages_skipped_by_a_reset_do_not_count_as_lag(tmp_path: Path, audit: Audit):
+async def test_messages_skipped_by_a_rewind_do_not_count_as_lag(tmp_path: Path, audit: Audit):
     clock = ManualClock()
     async with EmbeddedBroker(tmp_path, clock=clock) as broker, broker.connect() as client:
         await send(client, 50)
         async with client.consumer(SUBJECT, group="billing") as consumer:
             await consume(consumer, 10)
         await broker.advance(60)
-        await client.admin.reset_group(SUBJECT, "billing", "latest")
+        await client.admin.rewind_group(SUBJECT, "billing", "latest", skip=True)
         (view,) = await client.admin.groups(SUBJECT)
         await broker.advance(60)
         await client.send(SUBJECT, b"one more")
@@ -307,13 +310,14 @@ async def test_a_key_that_failed_was_parked_and_resumed(tmp_path: Path, audit: A
     assert one_group(report).died == 2
 
 
-async def test_an_ordered_group_that_was_reset(tmp_path: Path, audit: Audit):
+@pytest.mark.parametrize("skip", [False, True])
+async def test_an_ordered_group_that_was_rewound(tmp_path: Path, audit: Audit, skip: bool):
     async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT, order="strict")
         await send(client, 40, keys=7)
         async with client.consumer(SUBJECT, group="billing", ordered=True) as consumer:
             await consume(consumer, 30)
-        await client.admin.reset_group(SUBJECT, "billing", 10)
+        await client.admin.rewind_group(SUBJECT, "billing", 10, skip=skip)
         async with client.consumer(SUBJECT, group="billing", ordered=True) as consumer:
             await consume(consumer, 30)
     report = audit(tmp_path)

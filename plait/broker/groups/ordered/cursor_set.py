@@ -42,6 +42,11 @@ class CursorSet:
         self._add(first)
         return first.id
 
+    @property
+    def next_number(self) -> int:
+        """The number of the next new cursor."""
+        return self._next
+
     def __iter__(self) -> Iterator[Cursor]:
         return iter(self.all.values())
 

@@ -50,9 +50,9 @@ from plait.storage.logs.action_events import (
     Resumed,
     Returned,
     Revived,
+    Rewound,
     RowEvent,
     Skipped,
-    WasReset,
 )
 from plait.storage.logs.action_log import GroupDefinition
 from plait.storage.ranges import Range, Ranges, joined
@@ -219,13 +219,29 @@ class OrderedGroup(Group):
                             cursor.pulled(0, piece.start, piece.end, piece.attempt + 1)
         self.in_flight.look_up_held()
 
-    def reset(self, sequence: int) -> None:
-        """Set the group's position to ``sequence`` and release all locks."""
+    def rewind(self, sequence: int, *, skipping: bool) -> None:
+        """Release all locks, and deliver every row from ``sequence`` on.
+
+        A key that a failed or dead row below ``sequence`` holds back stays held back, unless rows are skipped.
+        """
+        for consumer in list(self.consumers.values()):
+            self.offline(consumer, self.journal.clock.now())
         self.handover.release(runs_of(self.locks.owner > 0))
-        number = self.cursors.begin(sequence)
-        self.journal.event(self, WasReset(number, sequence))
-        self.failures.reset()
+        number = self.cursors.next_number if skipping else 0
+        event = Rewound(skipping, number, sequence)
+        self.journal.event(self, event)
+        self._rewound(event)
         self.retained.settled()
+
+    def _rewound(self, event: Rewound) -> None:
+        self.failures.rewound(event.sequence, skipping=event.skipping)
+        if event.skipping:
+            self.cursors.begin(event.sequence, event.cursor)
+            return
+        for cursor in self.cursors:
+            if cursor.letter >= event.sequence:
+                cursor.parked, cursor.letter = False, -1
+            cursor.rewound(event.sequence)
 
     # --- dead letters, retention ----------------------------------------------------------------
 
@@ -283,9 +299,8 @@ class OrderedGroup(Group):
                 self.locks.set([(event.start, event.end, event.consumer, event.lock_epoch)])
             case Moved() | Held() | Joined():
                 self.cursors.replay(event)
-            case WasReset():
-                self.cursors.begin(event.sequence, event.cursor)
-                self.failures.reset()
+            case Rewound():
+                self._rewound(event)
             case Purged():
                 self.failures.purge(event.start, event.end)
             case Parked() | Resumed():

@@ -93,6 +93,10 @@ class OrderedFetcher(Fetcher):
     # --- opening and closing --------------------------------------------------------------------
 
     async def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        known = self.router.known(self.subject)
+        if known is not None and known.passed:
+            # A rewind may have brought back rows of spans that the group had finished when the route was cached.
+            await self.refresh_route()
         await super().attach(loop)
         await self._heartbeats.join(self)
         if self.error is not None:
