@@ -271,6 +271,8 @@ class ActionBuffer:
             (DEFINITIONS, self._definitions, DEFINITIONS_MAX),
             (EVENTS, self._events, EVENTS_MAX),
         ):
+            if not rows:
+                continue
             producer = retained_end if kind == EVENTS else 0
             for start in range(0, len(rows), rows_max):
                 stamp = pack_stamp(kind, index, time, message_end, epoch)

@@ -136,8 +136,8 @@ class FrameParts:
             ) from None
         crc = crc32c(client)
         parts = self.parts
-        for index in range(1, len(parts)):
-            crc = crc32c(parts[index], crc)
+        for part in parts[1:]:
+            crc = crc32c(part, crc)
         parts[0] = client + U32.pack(crc) + self.stamp
 
     def stamp_with(self, stamp: bytes) -> None:
@@ -297,16 +297,15 @@ def build_one(
 def build_bodies(rows: list[bytes], *, producer: int, first: int, stamp: bytes) -> FrameParts:
     """A frame of bodies alone, with the broker's stamp."""
     count = len(rows)
-    data = b"".join(rows)
     if count <= SMALL_COUNT:
         offsets = _OFFSETS[count].pack(*accumulate(map(len, rows), initial=0))
     else:
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32).tobytes()
-    size = len(offsets) + len(data)
-    directory = _DIRECTORIES[1].pack(size)
-    parts: list[Buffer] = [b"", directory, offsets, data, _PADDING[-size & 7]]
-    total = HEADER_SIZE + len(directory) + size + (-size & 7)
-    return FrameParts(1 << Column.BODY, parts, total, count, producer, first, 0, 0, stamp)
+    data = b"".join((offsets, *rows))
+    size = len(data)
+    # One buffer, because each one costs a checksum and an entry of the write.
+    rest = b"".join((_DIRECTORIES[1].pack(size), data, _PADDING[-size & 7]))
+    return FrameParts(1 << Column.BODY, [b"", rest], HEADER_SIZE + len(rest), count, producer, first, 0, 0, stamp)
 
 
 def assemble(

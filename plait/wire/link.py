@@ -143,7 +143,7 @@ class Receiver(asyncio.BufferedProtocol):
                 self.failure = ProtocolError(f"packet head of {head_size} bytes passes the packet's end")
                 return packets
             # Bytes have cheaper slices than a memoryview, and most packets are small.
-            whole = data if own is not None else bytes(data[position:stop])
+            whole = data if own is not None else data[position:stop].tobytes()
             head = whole[HEADER_SIZE : HEADER_SIZE + head_size]
             try:
                 # A small head of a known kind needs no Python call.

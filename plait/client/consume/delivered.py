@@ -21,9 +21,9 @@ from plait.client.consume.row_runs import (
     RowMask,
     RowSelection,
     Run,
+    all_done,
     first_outcomes,
     mask_runs,
-    merged,
     rows_of,
     runs_in,
 )
@@ -89,6 +89,8 @@ class DeliveredFrame:
     def messages(self, start: int, stop: int) -> list[Message]:
         frame = self.frame
         bodies = frame.rows(_BODY, start, stop)
+        if frame.count == 1 and _KEY not in frame.places and _SELECTION not in frame.places:
+            return [Message(bodies[0], None, frame.base, self, 0)] if bodies else []
         keys = self._keys(start, stop)
         if _SELECTION in frame.places:
             sequences = frame.sequences()[start:stop].tolist()
@@ -240,7 +242,7 @@ class DeliveredFrame:
             or (len(items) == 1 and isinstance(items[0], slice) and items[0] == slice(0, count))
             or (len(items) == count <= SMALL_COUNT and len({item for item in items if type(item) is int}) == count)
         ):
-            self.rows_done = np.ones(count, bool)
+            self.rows_done = all_done(count)
             self._closed(count)
             return [(0, count)]
         marked = np.zeros(count, bool)
@@ -293,19 +295,6 @@ class DeliveredFrame:
 Piece = tuple[DeliveredFrame, int, int]
 #: Ranges by the frame that delivered the rows; under None: plain sequence ranges, valid without a frame's tag.
 RangesByFrame = dict[DeliveredFrame | None, list[EpochRange]]
-
-
-def flat(found: RangesByFrame) -> tuple[list[EpochRange], list[int]]:
-    """All ranges, and the tag of each; no tags if all are 0."""
-    ranges: list[EpochRange] = []
-    tags: list[int] = []
-    for frame, several in found.items():
-        joined = merged(several) if len(several) > 1 else several
-        if frame is not None:
-            joined = frame.widened(joined)
-        ranges += joined
-        tags += [0 if frame is None else frame.tag] * len(joined)
-    return ranges, tags if any(tags) else []
 
 
 class Deliveries:

@@ -12,6 +12,7 @@ import pyarrow as pa
 from plait.client.arguments import shown
 from plait.client.consume.failure import EpochRange
 from plait.errors import InvalidArgument
+from plait.frame.columns import SMALL_COUNT
 
 RowMask = npt.NDArray[np.bool_]
 #: Rows [first, end) of a frame.
@@ -21,6 +22,7 @@ RowSelection = int | slice | RowMask
 
 #: Greater than any index of ``_first_indexes``.
 NEVER = np.iinfo(np.int64).max
+_ALL_DONE = np.ones(SMALL_COUNT, bool)
 
 
 def runs_in(numbers: npt.NDArray[np.int64]) -> list[Run]:
@@ -53,6 +55,11 @@ def mask_of(rows: npt.NDArray[np.int64], count: int) -> RowMask:
     mask = np.zeros(count, bool)
     mask[rows] = True
     return mask
+
+
+def all_done(count: int) -> RowMask:
+    """The mask of a frame with ``count`` rows that are all done. Small frames share one: done rows stay done."""
+    return _ALL_DONE[:count] if count <= SMALL_COUNT else np.ones(count, bool)
 
 
 def first_outcomes(
