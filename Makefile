@@ -53,6 +53,8 @@ servers:
 	@command -v redis-server >/dev/null 2>&1 || tools/debian-install redis-server >/dev/null || true
 	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null 2>&1 \
 		|| tools/debian-install postgresql >/dev/null || true
+	@command -v mariadbd >/dev/null 2>&1 || ls /usr/sbin/mariadbd >/dev/null 2>&1 \
+		|| tools/debian-install mariadb-server >/dev/null || true
 	@command -v chromium >/dev/null 2>&1 && command -v chromedriver >/dev/null 2>&1 \
 		|| tools/debian-install chromium chromium-driver >/dev/null || true
 

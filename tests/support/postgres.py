@@ -11,6 +11,7 @@ import pwd
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Postgres:
         require_package("psycopg", extra="postgres")
         self._programs = find_programs()
         require(self._programs, "PostgreSQL is not installed (tools/debian-install postgresql)")
-        self._as: dict[str, Any] = _other_user()
+        self._as: dict[str, Any] = other_user(USERS)
         self._numbers = count()
         # Short, because the path of a socket is limited.
         self._directory = Path(tempfile.mkdtemp(prefix="plait-pg-"))
@@ -107,14 +108,14 @@ def find_programs() -> Path | None:
     return Path(on_path).resolve().parent if on_path else None
 
 
-def _other_user() -> dict[str, Any]:
-    """Arguments of ``subprocess`` that run a program as a user other than root."""
+def other_user(names: Sequence[str]) -> dict[str, Any]:
+    """Arguments of ``subprocess`` that run a program as one of these users where it would run as root."""
     if os.geteuid() != 0:
         return {}
-    for name in USERS:
+    for name in names:
         try:
             user = pwd.getpwnam(name)
         except KeyError:
             continue
         return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
-    raise AssertionError(f"root needs another user to run PostgreSQL: one of {', '.join(USERS)}")
+    raise AssertionError(f"root needs another user to run a database server: one of {', '.join(names)}")

@@ -1,0 +1,238 @@
+"""Sends the rows of one database while this process has the lease.
+
+Each turn is one transaction: it renews the lease, deletes the rows that were stored since the last turn and assigns the
+next ones. Assigned frames are sent after the commit, for each partition one after another. A row is therefore in one of
+three states, whatever stops the process: not assigned (no broker has it), assigned (a broker may have it, and recognizes
+a resend), or deleted (a broker has stored it).
+
+An error of the database leaves it open whether a turn was committed. The leader then forgets its frames, reads from the
+database which frames are assigned, and sends them again. A new leader begins in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+
+from plait import tasks
+from plait.client.net.router import SubjectRoute
+from plait.client.send.numbered_sender import NumberedSender, SendTarget
+from plait.clock import Clock
+from plait.errors import (
+    OutOfSequence,
+    PlaitError,
+    ProducerConflict,
+    StaleRoute,
+    SubjectNotFound,
+    UnknownProducer,
+)
+from plait.limits import OUTBOX_PAUSE_SECONDS
+from plait.model.names import counted
+from plait.outbox.frame_queues import FrameQueues, OutboxFrame, RouteTable
+from plait.outbox.relay_store import LeaseLost, RelayStore, new_producer
+from plait.outbox.transactions import RelayTransactions
+
+log = logging.getLogger("plait.outbox")
+
+#: The first pause after an error, and the first pause after a turn that found nothing; each doubles.
+FIRST_PAUSE_SECONDS = 0.002
+
+
+class Leader:
+    """One term of a relay on one database."""
+
+    def __init__(
+        self,
+        sender: NumberedSender,
+        database: RelayTransactions,
+        store: RelayStore,
+        clock: Clock,
+        epoch: int,
+        taken: float,
+        seconds: float,
+        poll: float,
+    ) -> None:
+        self._sender = sender
+        self._database = database
+        self._store = store
+        self._clock = clock
+        self._epoch = epoch
+        self._seconds = seconds
+        self._poll = poll
+        self._renewed = taken
+        self._queues = FrameQueues()
+        self._routes: dict[str, RouteTable] = {}
+        #: Ids of rows that are stored and not yet deleted.
+        self._stored: list[int] = []
+        self._producer: int | None = None
+        self._sending: dict[SendTarget, asyncio.Task[None]] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._idle = FIRST_PAUSE_SECONDS
+        #: The error of a task that must not fail.
+        self._defect: Exception | None = None
+        #: Subject or partition → the error because of which its rows wait.
+        self.errors: dict[str, PlaitError] = {}
+
+    def _fail(self, error: Exception) -> None:
+        self._defect = error
+        self._changed.set()
+
+    def wake(self) -> None:
+        """Look for rows now: a transaction was committed in this process, or is about to be."""
+        self._idle = FIRST_PAUSE_SECONDS
+        self._changed.set()
+
+    async def lead(self) -> None:
+        """Send until the lease is lost (``LeaseLost``) or the database fails."""
+        try:
+            await self._recover()
+            while True:
+                self._changed.clear()
+                if not await self._turn():
+                    await self._wait()
+        finally:
+            for task in (*self._sending.values(), *self._asking.values()):
+                task.cancel()
+            await asyncio.gather(*self._sending.values(), *self._asking.values(), return_exceptions=True)
+
+    async def _recover(self) -> None:
+        started = self._clock.monotonic()
+        frames = await self._database.run(functools.partial(self._store.assigned, epoch=self._epoch))
+        self._renewed = started
+        if frames:
+            rows = sum(len(frame.waiting) for frame in frames)
+            log.info("%s: sending %s again that were assigned before", self._database.name, counted(rows, "row"))
+        self._send(frames)
+
+    async def _wait(self) -> None:
+        """Wait for a commit of this process, a stored frame, or the next look at the database."""
+        try:
+            async with asyncio.timeout(self._idle):
+                await self._changed.wait()
+        except TimeoutError:
+            self._idle = min(2 * self._idle, self._poll)
+
+    # --- turns ----------------------------------------------------------------------------------
+
+    async def _turn(self) -> bool:
+        """One transaction, if there is a reason for one. Returns whether rows were assigned."""
+        started = self._clock.monotonic()
+        self._check(started)
+        excluded = self._queues.exclusions(self._routes)
+        asking = set(self._asking)
+        rows = await self._database.run(functools.partial(self._store.waiting, excluded=excluded, subjects=asking))
+        for subject in {row.subject for row in (*rows, *self._queues.withdrawn)}:
+            if subject not in self._asking:
+                self._find_route(subject)
+        planned = self._queues.plan(rows, self._routes)
+        if not (planned or self._stored or started - self._renewed >= self._seconds / 5):
+            return False
+        stored, producer = list(self._stored), self._producer
+        work = functools.partial(self._store.turn, epoch=self._epoch, stored=stored, planned=planned, producer=producer)
+        frames = await self._database.run(work)
+        self._renewed = started
+        del self._stored[: len(stored)]
+        if producer is not None:
+            self._producer = None
+        self._queues.drop(row.id for frame in frames for row in frame.waiting)
+        if frames:
+            self._idle = FIRST_PAUSE_SECONDS
+        self._send(frames)
+        return bool(frames)
+
+    def _check(self, now: float) -> None:
+        """A lease that was not renewed in time may belong to another relay."""
+        if self._defect is not None:
+            raise self._defect
+        if now - self._renewed >= self._seconds:
+            raise LeaseLost(f"epoch {self._epoch}: not renewed for {now - self._renewed:.1f} s")
+
+    # --- routes ---------------------------------------------------------------------------------
+
+    def _find_route(self, subject: str) -> None:
+        """Use the newest known route of a subject; ask for it in the background if none is known."""
+        route = self._sender.known(subject)
+        if route is not None:
+            self._routes[subject] = route
+        else:
+            self._ask(subject)
+
+    def _ask(self, subject: str) -> None:
+        self._routes.pop(subject, None)
+        if subject not in self._asking:
+            self._asking[subject] = tasks.start(self._look(subject), f"plait-outbox-{subject}", failed=self._fail)
+
+    async def _look(self, subject: str) -> None:
+        """Ask for the route of a subject until there is one."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                route: SubjectRoute = await self._sender.route(subject)
+                break
+            except PlaitError as error:
+                pause = await self._failed(subject, error, pause)
+        self._recovered(subject)
+        self._routes[subject] = route
+        del self._asking[subject]
+        self._changed.set()
+
+    async def _failed(self, what: str, error: PlaitError, pause: float) -> float:
+        """Record why rows wait, and wait before the next attempt. Returns the pause after that."""
+        known = self.errors.get(what)
+        if known is None or known.code != error.code:
+            log.warning("%s: rows of %s wait in the outbox: %s", self._database.name, what, error)
+        self.errors[what] = error
+        await asyncio.sleep(pause)
+        return min(2 * pause, OUTBOX_PAUSE_SECONDS)
+
+    def _recovered(self, what: str) -> None:
+        if self.errors.pop(what, None) is not None:
+            log.info("%s: rows of %s are sent again", self._database.name, what)
+
+    # --- sending --------------------------------------------------------------------------------
+
+    def _send(self, frames: list[OutboxFrame]) -> None:
+        for target in self._queues.add(frames):
+            self._start(target)
+
+    def _start(self, target: SendTarget) -> None:
+        self._sending[target] = tasks.start(self._send_all(target), f"plait-outbox-{target[0]}", failed=self._fail)
+
+    async def _send_all(self, target: SendTarget) -> None:
+        """Send the frames of a partition one after another."""
+        pause = FIRST_PAUSE_SECONDS
+        while (frame := self._queues.head(target)) is not None:
+            try:
+                # The lease may have ended: then the next turn raises the same error.
+                self._check(self._clock.monotonic())
+                await self._sender.store(target, frame.producer, frame.first, frame.columns)
+            except LeaseLost:
+                break
+            except (StaleRoute, SubjectNotFound) as error:
+                log.info("%s takes no more rows of %s: %s", target[0], frame.subject, error)
+                self._withdraw(target, frame)
+                break
+            except (UnknownProducer, ProducerConflict, OutOfSequence) as error:
+                if frame.doubt:
+                    log.warning("rows of %s may be stored twice: %s", frame.subject, error)
+                self._producer = self._producer or new_producer()
+                self._withdraw(target, frame)
+                break
+            except PlaitError as error:
+                frame.doubt = True
+                self._queues.failing.add(target)
+                pause = await self._failed(str(target[0]), error, pause)
+            else:
+                pause = FIRST_PAUSE_SECONDS
+                self._stored.extend(row.id for row in self._queues.stored(target).waiting)
+                self._recovered(str(target[0]))
+                self._changed.set()
+        self._sending.pop(target, None)
+        self._changed.set()
+
+    def _withdraw(self, target: SendTarget, frame: OutboxFrame) -> None:
+        """Assign the rows of a partition again, to the partitions of a newer route or under another producer id."""
+        self._queues.withdraw(target)
+        self._ask(frame.subject)

@@ -1,0 +1,238 @@
+"""The statements of a relay: each function is one transaction, or a part of one, on the tables of an outbox.
+
+``turn`` is the only transaction that changes rows of the outbox. It begins with an increment of ``beat`` where
+``epoch`` is the caller's, which locks the row: a former leader waits for it, then changes nothing (``LeaseLost``). In
+the same transaction it deletes rows that are stored, and writes partition, producer and sequence into the rows that are
+sent next. Sequences grow by one from row to row and are never used twice, also after a change of the producer id.
+
+A search for rows has no lower bound for the id. A transaction gets its ids before it commits, so rows with lower ids
+may become visible later, and must still be found.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import sqlalchemy as sa
+
+from plait import chance
+from plait.client.send.open_rows import hash_keys
+from plait.client.send.row_columns import RowColumns
+from plait.client.types import PartitionName
+from plait.limits import LOGICAL_PARTITIONS, OUTBOX_TURN_ROWS
+from plait.model.logical_partitions import NO_KEY_HASH
+from plait.outbox.frame_queues import Exclusion, OutboxFrame, PlannedFrame, WaitingRow
+from plait.outbox.lease_watch import RelayLease
+from plait.outbox.tables import RELAY_ROW
+
+#: Ids of one statement.
+IDS_MAX: Final = 500
+
+
+class LeaseLost(Exception):
+    """Another relay has the lease; nothing was changed."""
+
+
+class RowsChanged(Exception):
+    """Rows that were planned do not exist any more, or another program changed them; nothing was changed."""
+
+
+def new_producer() -> int:
+    """A unique producer id that fits a signed 64-bit column."""
+    return chance.bits(63) | 1
+
+
+class RelayStore:
+    """The statements for one pair of tables."""
+
+    def __init__(self, outbox: sa.Table, relay: sa.Table) -> None:
+        self._outbox = outbox
+        self._relay = relay
+        self._id = outbox.c.id
+        self._light = sa.select(
+            outbox.c.id, outbox.c.subject, outbox.c.lp, outbox.c.size, outbox.c.due.is_not(None).label("delayed")
+        )
+        self._full = sa.select(outbox)
+
+    # --- the lease ------------------------------------------------------------------------------
+
+    def lease(self, connection: sa.Connection) -> RelayLease | None:
+        """The lease; None if no relay has run yet."""
+        c = self._relay.c
+        found = connection.execute(
+            sa.select(c.owner, c.epoch, c.beat, c.producer, c.next).where(c.id == RELAY_ROW)
+        ).one_or_none()
+        return None if found is None else RelayLease(*found)
+
+    def create(self, connection: sa.Connection) -> None:
+        """Add the lease, free; fails with ``IntegrityError`` if another relay was faster."""
+        connection.execute(
+            self._relay.insert().values(id=RELAY_ROW, owner=None, epoch=0, beat=0, producer=new_producer(), next=1)
+        )
+
+    def take(self, connection: sa.Connection, seen: RelayLease, owner: str) -> bool:
+        """Take the lease under the next epoch, if it is still as it was seen."""
+        c = self._relay.c
+        result = connection.execute(
+            self._relay.update()
+            .where(c.id == RELAY_ROW, c.epoch == seen.epoch, c.beat == seen.beat)
+            .values(owner=owner, epoch=seen.epoch + 1, beat=seen.beat + 1)
+        )
+        return result.rowcount == 1
+
+    def release(self, connection: sa.Connection, epoch: int) -> None:
+        """Give the lease back, so that another relay need not wait for its end."""
+        c = self._relay.c
+        connection.execute(self._relay.update().where(c.id == RELAY_ROW, c.epoch == epoch).values(owner=None))
+
+    def _renew(self, connection: sa.Connection, epoch: int, count: int, producer: int | None) -> RelayLease:
+        """Renew the lease and reserve sequences; returns the lease as it is now."""
+        c = self._relay.c
+        values: dict[str, Any] = {"beat": c.beat + 1, "next": c.next + count}
+        if producer is not None:
+            values["producer"] = producer
+        result = connection.execute(self._relay.update().where(c.id == RELAY_ROW, c.epoch == epoch).values(**values))
+        lease = self.lease(connection) if result.rowcount == 1 else None
+        if lease is None:
+            raise LeaseLost(f"epoch {epoch}")
+        return lease
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def assigned(self, connection: sa.Connection, epoch: int) -> list[OutboxFrame]:
+        """All frames that a leader has assigned and that are not known to be stored, in order."""
+        self._renew(connection, epoch, 0, None)
+        c = self._outbox.c
+        rows = connection.execute(self._full.where(c.sequence.is_not(None)).order_by(c.sequence)).all()
+        groups = itertools.groupby(rows, lambda row: (row.producer, row.first, row.place, row.due is not None))
+        return [_frame(list(each), doubt=True) for _, each in groups]
+
+    def waiting(
+        self, connection: sa.Connection, excluded: Sequence[Exclusion], subjects: Iterable[str]
+    ) -> list[WaitingRow]:
+        """The first rows that are not assigned, without excluded ones and without the given subjects."""
+        c = self._outbox.c
+        whole = {*subjects, *(each.subject for each in excluded if each.keyless and each.runs == _ALL)}
+        query = self._light.where(c.sequence.is_(None)).order_by(c.id).limit(OUTBOX_TURN_ROWS)
+        if whole:
+            query = query.where(c.subject.not_in(sorted(whole)))
+        for each in excluded:
+            if each.subject not in whole:
+                ranges = [sa.and_(c.lp >= first, c.lp < end) for first, end in each.runs]
+                keyless = c.lp.is_(None)
+                allowed = sa.and_(c.lp.is_not(None), sa.not_(sa.or_(*ranges)))
+                query = query.where(
+                    sa.or_(c.subject != each.subject, allowed if each.keyless else sa.or_(keyless, allowed))
+                )
+        return [
+            WaitingRow(row.id, row.subject, row.lp, row.size, bool(row.delayed)) for row in connection.execute(query)
+        ]
+
+    def turn(
+        self,
+        connection: sa.Connection,
+        epoch: int,
+        stored: Sequence[int],
+        planned: Sequence[PlannedFrame],
+        producer: int | None = None,
+    ) -> list[OutboxFrame]:
+        """Renew the lease, delete the rows that are stored and assign the planned ones; returns their frames.
+
+        ``producer`` is a new producer id: brokers do not know the present one any more, or another database uses it.
+        """
+        count = sum(len(frame.rows) for frame in planned)
+        lease = self._renew(connection, epoch, count, producer)
+        for ids in _chunks(stored):
+            connection.execute(self._outbox.delete().where(self._id.in_(ids)))
+        if not planned:
+            return []
+        self._assign(connection, planned, lease.producer, lease.next - count)
+        rows: dict[int, Any] = {}
+        for ids in _chunks([row.id for frame in planned for row in frame.rows]):
+            rows.update((row.id, row) for row in connection.execute(self._full.where(self._id.in_(ids))))
+        if len(rows) != count:
+            raise RowsChanged(f"{count - len(rows)} of {count} rows of {self._outbox.name} are gone")
+        return [_frame([rows[row.id] for row in frame.rows], doubt=False) for frame in planned]
+
+    def _assign(self, connection: sa.Connection, planned: Sequence[PlannedFrame], producer: int, first: int) -> None:
+        """Write the sequences: one statement for each run of consecutive ids."""
+        values = []
+        for frame in planned:
+            for run, shift in _runs([row.id for row in frame.rows]):
+                values.append(
+                    {
+                        "low": run[0],
+                        "high": run[1],
+                        "shift": first + shift - run[0],
+                        "new_place": str(frame.target[0]),
+                        "new_producer": producer,
+                        "new_first": first,
+                    }
+                )
+            first += len(frame.rows)
+        c = self._outbox.c
+        connection.execute(
+            self._outbox.update()
+            .where(c.id.between(sa.bindparam("low"), sa.bindparam("high")))
+            .values(
+                sequence=c.id + sa.bindparam("shift"),
+                place=sa.bindparam("new_place"),
+                producer=sa.bindparam("new_producer"),
+                first=sa.bindparam("new_first"),
+            ),
+            values,
+        )
+
+
+_ALL: Final = [(0, LOGICAL_PARTITIONS)]
+
+
+def _runs(ids: Sequence[int]) -> Iterator[tuple[tuple[int, int], int]]:
+    """Runs of consecutive ids, each with the index of its first id."""
+    start = 0
+    for index in range(1, len(ids) + 1):
+        if index == len(ids) or ids[index] != ids[index - 1] + 1:
+            yield (ids[start], ids[index - 1]), start
+            start = index
+
+
+def _chunks(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    for start in range(0, len(ids), IDS_MAX):
+        yield ids[start : start + IDS_MAX]
+
+
+def _frame(rows: Sequence[Any], *, doubt: bool) -> OutboxFrame:
+    """The frame of rows with consecutive sequences. The same rows always give the same bytes."""
+    first = rows[0]
+    name, _, group = first.place.rpartition("@")
+    delayed = first.due is not None
+    waiting = [WaitingRow(row.id, row.subject, row.lp, row.size, delayed) for row in rows]
+    return OutboxFrame(
+        (PartitionName(name, group), delayed), first.producer, first.first, waiting, _columns(rows), doubt
+    )
+
+
+def _columns(rows: Sequence[Any]) -> RowColumns:
+    """The messages as columns; a column that no row needs is left out."""
+    keys = [bytes(row.key).decode() if row.key is not None else "" for row in rows]
+    hashes = hash_keys(keys, len(keys))
+    keyed = bool((hashes != NO_KEY_HASH).any())
+    return RowColumns(
+        pa.array([bytes(row.body) for row in rows], pa.binary()),
+        pa.array(keys, pa.string()) if keyed else None,
+        hashes if keyed else None,
+        _optional([row.tags for row in rows]),
+        _optional([row.headers for row in rows]),
+        np.array([row.due for row in rows], np.int64) if rows[0].due is not None else None,
+        np.array([row.created for row in rows], np.int64),
+    )
+
+
+def _optional(values: Sequence[Any]) -> pa.Array | None:
+    if all(value is None for value in values):
+        return None
+    return pa.array([b"" if value is None else bytes(value) for value in values], pa.binary())
