@@ -13,7 +13,7 @@ TESTS = Path(__file__).resolve().parent
 #: The kind of a test is the first one with a pattern that its file matches.
 KINDS = {
     "sim": ("sim/*", "plants/*", "broker/test_crash_points.py", "broker/test_explorer.py"),
-    "model": ("broker/test_*_model.py", "broker/test_rules.py"),
+    "model": ("broker/test_*_model.py", "broker/test_rules.py", "outbox/test_relay_model.py"),
     "unit": (
         *("broker/*", "frame/*", "golden/*", "meta/*", "storage/*", "testing/*", "wire/*"),
         *("test_chance.py", "test_errors_doc.py", "test_import_rules.py", "test_names.py", "test_prose.py"),

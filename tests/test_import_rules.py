@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": BASE | {"frame"},
     "client": BASE | {"tasks", "frame", "wire"},
     "sync": BASE | {"client"},
+    "outbox": BASE | {"tasks", "frame", "client"},
     "spark": BASE | {"frame", "storage", "client"},
     "server": SERVER_SIDE | {"tasks"},
     "doctor": BASE | {"frame", "storage", "broker", "meta", "wire.admin"},
@@ -62,6 +63,7 @@ MUST_NOT_IMPORT: dict[str, set[str]] = {
     # These live in real time and on real sockets, but what they leave to chance is drawn in plait/chance.py.
     "wire": CHANCE,
     "client": CHANCE,
+    "outbox": CHANCE,
     "server": CHANCE,
 }
 

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.client.send.numbered_sender import SendTarget
-from plait.client.send.row_columns import RowColumns
 from plait.client.types import PartitionName
+from plait.frame.builder import FrameParts
 from plait.limits import (
     LOGICAL_PARTITIONS,
     OUTBOX_FRAME_BYTES,
@@ -68,10 +68,8 @@ class OutboxFrame(msgspec.Struct, eq=False):
     """Rows with sequences, which the database has saved."""
 
     target: SendTarget
-    producer: int
-    first: int
     waiting: list[WaitingRow]
-    columns: RowColumns
+    parts: FrameParts
     #: True if the frame may be stored: an attempt had no result, or a former leader may have sent it.
     doubt: bool = False
 

@@ -1,9 +1,9 @@
 """Sends the rows of one database while this process has the lease.
 
-Each turn is one transaction: it renews the lease, deletes the rows that were stored since the last turn and assigns the
-next ones. Assigned frames are sent after the commit, for each partition one after another. A row is therefore in one of
-three states, whatever stops the process: not assigned (no broker has it), assigned (a broker may have it, and recognizes
-a resend), or deleted (a broker has stored it).
+Each turn is one transaction: it renews the lease, deletes the rows that were stored since the last turn and assigns
+the next ones. Assigned frames are sent after the commit, for each partition one after another. Whatever stops the
+process, a row is therefore in one of three states: not assigned (no broker has it), assigned (a broker may have it, and
+recognizes a resend), or deleted (a broker has stored it).
 
 An error of the database leaves it open whether a turn was committed. The leader then forgets its frames, reads from the
 database which frames are assigned, and sends them again. A new leader begins in the same way.
@@ -67,7 +67,11 @@ class Leader:
         self._stored: list[int] = []
         self._producer: int | None = None
         self._sending: dict[SendTarget, asyncio.Task[None]] = {}
+        #: Subjects whose route is asked for: the task, and the version that a broker has named.
         self._asking: dict[str, asyncio.Task[None]] = {}
+        self._wanted: dict[str, int] = {}
+        #: Subject → how often its rows were refused since the last ones were stored.
+        self._refused: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._idle = FIRST_PAUSE_SECONDS
         #: The error of a task that must not fail.
@@ -119,7 +123,7 @@ class Leader:
     async def _turn(self) -> bool:
         """One transaction, if there is a reason for one. Returns whether rows were assigned."""
         started = self._clock.monotonic()
-        self._check(started)
+        self._check()
         excluded = self._queues.exclusions(self._routes)
         asking = set(self._asking)
         rows = await self._database.run(functools.partial(self._store.waiting, excluded=excluded, subjects=asking))
@@ -142,10 +146,11 @@ class Leader:
         self._send(frames)
         return bool(frames)
 
-    def _check(self, now: float) -> None:
-        """A lease that was not renewed in time may belong to another relay."""
+    def _check(self) -> None:
+        """Raise ``LeaseLost`` for a lease that was not renewed in time: it may belong to another relay."""
         if self._defect is not None:
             raise self._defect
+        now = self._clock.monotonic()
         if now - self._renewed >= self._seconds:
             raise LeaseLost(f"epoch {self._epoch}: not renewed for {now - self._renewed:.1f} s")
 
@@ -159,20 +164,29 @@ class Leader:
         else:
             self._ask(subject)
 
-    def _ask(self, subject: str) -> None:
+    def _ask(self, subject: str, version: int = 0) -> None:
+        """Ask for a route of at least this version, in the background; the rows of the subject wait."""
         self._routes.pop(subject, None)
+        self._wanted[subject] = max(version, self._wanted.get(subject, 0))
         if subject not in self._asking:
             self._asking[subject] = tasks.start(self._look(subject), f"plait-outbox-{subject}", failed=self._fail)
 
     async def _look(self, subject: str) -> None:
-        """Ask for the route of a subject until there is one."""
+        """Ask for the route of a subject until there is one that is new enough."""
         pause = FIRST_PAUSE_SECONDS
+        if self._refused.get(subject, 0) > 1:
+            # The route of the last request was wrong as well.
+            await asyncio.sleep(min(pause * 2 ** self._refused[subject], OUTBOX_PAUSE_SECONDS))
         while True:
             try:
                 route: SubjectRoute = await self._sender.route(subject)
-                break
             except PlaitError as error:
                 pause = await self._failed(subject, error, pause)
+                continue
+            if route.version >= self._wanted[subject]:
+                break
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, OUTBOX_PAUSE_SECONDS)
         self._recovered(subject)
         self._routes[subject] = route
         del self._asking[subject]
@@ -205,20 +219,19 @@ class Leader:
         pause = FIRST_PAUSE_SECONDS
         while (frame := self._queues.head(target)) is not None:
             try:
-                # The lease may have ended: then the next turn raises the same error.
-                self._check(self._clock.monotonic())
-                await self._sender.store(target, frame.producer, frame.first, frame.columns)
+                await self._sender.store(target, frame.parts, self._check)
             except LeaseLost:
+                # The next turn raises it, too.
                 break
             except (StaleRoute, SubjectNotFound) as error:
                 log.info("%s takes no more rows of %s: %s", target[0], frame.subject, error)
-                self._withdraw(target, frame)
+                self._withdraw(target, frame, int(error.details.get("version") or 0))
                 break
             except (UnknownProducer, ProducerConflict, OutOfSequence) as error:
                 if frame.doubt:
                     log.warning("rows of %s may be stored twice: %s", frame.subject, error)
                 self._producer = self._producer or new_producer()
-                self._withdraw(target, frame)
+                self._withdraw(target, frame, 0)
                 break
             except PlaitError as error:
                 frame.doubt = True
@@ -227,12 +240,14 @@ class Leader:
             else:
                 pause = FIRST_PAUSE_SECONDS
                 self._stored.extend(row.id for row in self._queues.stored(target).waiting)
+                self._refused.pop(frame.subject, None)
                 self._recovered(str(target[0]))
                 self._changed.set()
         self._sending.pop(target, None)
         self._changed.set()
 
-    def _withdraw(self, target: SendTarget, frame: OutboxFrame) -> None:
+    def _withdraw(self, target: SendTarget, frame: OutboxFrame, version: int) -> None:
         """Assign the rows of a partition again, to the partitions of a newer route or under another producer id."""
         self._queues.withdraw(target)
-        self._ask(frame.subject)
+        self._refused[frame.subject] = min(self._refused.get(frame.subject, 0) + 1, 32)
+        self._ask(frame.subject, version)

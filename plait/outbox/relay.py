@@ -20,7 +20,7 @@ from plait.client.blocking.blocking_client import SyncClient
 from plait.client.client import Client
 from plait.client.closing import Closing
 from plait.client.send.numbered_sender import NumberedSender
-from plait.clock import SystemClock
+from plait.clock import Clock, SystemClock
 from plait.errors import InvalidArgument, PlaitError
 from plait.limits import OUTBOX_PAUSE_SECONDS
 from plait.outbox.leader import FIRST_PAUSE_SECONDS, Leader
@@ -34,13 +34,15 @@ log = logging.getLogger("plait.outbox")
 class DatabaseRelay:
     """The relay of one database."""
 
-    def __init__(self, sender: NumberedSender, engine: Any, store: RelayStore, lease: float, poll: float) -> None:
+    def __init__(
+        self, sender: NumberedSender, engine: Any, store: RelayStore, clock: Clock, lease: float, poll: float
+    ) -> None:
         self._sender = sender
         self._database = RelayTransactions(engine)
         self._store = store
         self._lease = lease
         self._poll = poll
-        self._clock = SystemClock()
+        self._clock = clock
         self._owner = f"relay-{chance.process_number()}-{chance.token(6)}"
         self._watch = LeaseWatch(lease)
         #: The error of the database that was logged last.
@@ -133,7 +135,7 @@ class Relay:
         self._blocking = client if isinstance(client, SyncClient) else None
         self._client = client._inner if isinstance(client, SyncClient) else client
         sender = NumberedSender(self._client)
-        self._databases = [DatabaseRelay(sender, engine, store, lease, poll) for engine in engines]
+        self._databases = [DatabaseRelay(sender, engine, store, SystemClock(), lease, poll) for engine in engines]
         self._on_open = on_open
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []

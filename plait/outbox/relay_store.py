@@ -16,15 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
-import pyarrow as pa
 import sqlalchemy as sa
 
 from plait import chance
 from plait.client.send.open_rows import hash_keys
-from plait.client.send.row_columns import RowColumns
 from plait.client.types import PartitionName
+from plait.frame.builder import build_frame
 from plait.limits import LOGICAL_PARTITIONS, OUTBOX_TURN_ROWS
-from plait.model.logical_partitions import NO_KEY_HASH
 from plait.outbox.frame_queues import Exclusion, OutboxFrame, PlannedFrame, WaitingRow
 from plait.outbox.lease_watch import RelayLease
 from plait.outbox.tables import RELAY_ROW
@@ -52,20 +50,41 @@ class RelayStore:
     def __init__(self, outbox: sa.Table, relay: sa.Table) -> None:
         self._outbox = outbox
         self._relay = relay
-        self._id = outbox.c.id
         self._light = sa.select(
             outbox.c.id, outbox.c.subject, outbox.c.lp, outbox.c.size, outbox.c.due.is_not(None).label("delayed")
         )
         self._full = sa.select(outbox)
+        # Built once: building a statement takes longer than running it.
+        c = relay.c
+        mine = relay.update().where(c.id == RELAY_ROW, c.epoch == sa.bindparam("mine"))
+        self._lease = sa.select(c.owner, c.epoch, c.beat, c.producer, c.next).where(c.id == RELAY_ROW)
+        self._renewal = mine.values(beat=c.beat + 1, next=c.next + sa.bindparam("count"))
+        self._new_producer = mine.values(producer=sa.bindparam("new_producer"))
+        self._release = mine.values(owner=None)
+        self._take = (
+            relay.update()
+            .where(c.id == RELAY_ROW, c.epoch == sa.bindparam("seen"), c.beat == sa.bindparam("seen_beat"))
+            .values(owner=sa.bindparam("new_owner"), epoch=c.epoch + 1, beat=c.beat + 1)
+        )
+        ids: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
+        self._deletion = outbox.delete().where(outbox.c.id.in_(ids))
+        self._by_ids = self._full.where(outbox.c.id.in_(ids))
+        self._assignment = (
+            outbox.update()
+            .where(outbox.c.id.between(sa.bindparam("low"), sa.bindparam("high")))
+            .values(
+                sequence=outbox.c.id + sa.bindparam("shift"),
+                place=sa.bindparam("new_place"),
+                producer=sa.bindparam("new_producer"),
+                first=sa.bindparam("new_first"),
+            )
+        )
 
     # --- the lease ------------------------------------------------------------------------------
 
     def lease(self, connection: sa.Connection) -> RelayLease | None:
         """The lease; None if no relay has run yet."""
-        c = self._relay.c
-        found = connection.execute(
-            sa.select(c.owner, c.epoch, c.beat, c.producer, c.next).where(c.id == RELAY_ROW)
-        ).one_or_none()
+        found = connection.execute(self._lease).one_or_none()
         return None if found is None else RelayLease(*found)
 
     def create(self, connection: sa.Connection) -> None:
@@ -76,29 +95,21 @@ class RelayStore:
 
     def take(self, connection: sa.Connection, seen: RelayLease, owner: str) -> bool:
         """Take the lease under the next epoch, if it is still as it was seen."""
-        c = self._relay.c
-        result = connection.execute(
-            self._relay.update()
-            .where(c.id == RELAY_ROW, c.epoch == seen.epoch, c.beat == seen.beat)
-            .values(owner=owner, epoch=seen.epoch + 1, beat=seen.beat + 1)
-        )
-        return result.rowcount == 1
+        values = {"seen": seen.epoch, "seen_beat": seen.beat, "new_owner": owner}
+        return connection.execute(self._take, values).rowcount == 1
 
     def release(self, connection: sa.Connection, epoch: int) -> None:
         """Give the lease back, so that another relay need not wait for its end."""
-        c = self._relay.c
-        connection.execute(self._relay.update().where(c.id == RELAY_ROW, c.epoch == epoch).values(owner=None))
+        connection.execute(self._release, {"mine": epoch})
 
     def _renew(self, connection: sa.Connection, epoch: int, count: int, producer: int | None) -> RelayLease:
         """Renew the lease and reserve sequences; returns the lease as it is now."""
-        c = self._relay.c
-        values: dict[str, Any] = {"beat": c.beat + 1, "next": c.next + count}
-        if producer is not None:
-            values["producer"] = producer
-        result = connection.execute(self._relay.update().where(c.id == RELAY_ROW, c.epoch == epoch).values(**values))
-        lease = self.lease(connection) if result.rowcount == 1 else None
-        if lease is None:
+        if connection.execute(self._renewal, {"mine": epoch, "count": count}).rowcount != 1:
             raise LeaseLost(f"epoch {epoch}")
+        if producer is not None:
+            connection.execute(self._new_producer, {"mine": epoch, "new_producer": producer})
+        lease = self.lease(connection)
+        assert lease is not None
         return lease
 
     # --- rows -----------------------------------------------------------------------------------
@@ -147,13 +158,13 @@ class RelayStore:
         count = sum(len(frame.rows) for frame in planned)
         lease = self._renew(connection, epoch, count, producer)
         for ids in _chunks(stored):
-            connection.execute(self._outbox.delete().where(self._id.in_(ids)))
+            connection.execute(self._deletion, {"ids": ids})
         if not planned:
             return []
         self._assign(connection, planned, lease.producer, lease.next - count)
         rows: dict[int, Any] = {}
         for ids in _chunks([row.id for frame in planned for row in frame.rows]):
-            rows.update((row.id, row) for row in connection.execute(self._full.where(self._id.in_(ids))))
+            rows.update((row.id, row) for row in connection.execute(self._by_ids, {"ids": ids}))
         if len(rows) != count:
             raise RowsChanged(f"{count - len(rows)} of {count} rows of {self._outbox.name} are gone")
         return [_frame([rows[row.id] for row in frame.rows], doubt=False) for frame in planned]
@@ -174,18 +185,7 @@ class RelayStore:
                     }
                 )
             first += len(frame.rows)
-        c = self._outbox.c
-        connection.execute(
-            self._outbox.update()
-            .where(c.id.between(sa.bindparam("low"), sa.bindparam("high")))
-            .values(
-                sequence=c.id + sa.bindparam("shift"),
-                place=sa.bindparam("new_place"),
-                producer=sa.bindparam("new_producer"),
-                first=sa.bindparam("new_first"),
-            ),
-            values,
-        )
+        connection.execute(self._assignment, values)
 
 
 _ALL: Final = [(0, LOGICAL_PARTITIONS)]
@@ -211,28 +211,22 @@ def _frame(rows: Sequence[Any], *, doubt: bool) -> OutboxFrame:
     name, _, group = first.place.rpartition("@")
     delayed = first.due is not None
     waiting = [WaitingRow(row.id, row.subject, row.lp, row.size, delayed) for row in rows]
-    return OutboxFrame(
-        (PartitionName(name, group), delayed), first.producer, first.first, waiting, _columns(rows), doubt
-    )
-
-
-def _columns(rows: Sequence[Any]) -> RowColumns:
-    """The messages as columns; a column that no row needs is left out."""
     keys = [bytes(row.key).decode() if row.key is not None else "" for row in rows]
-    hashes = hash_keys(keys, len(keys))
-    keyed = bool((hashes != NO_KEY_HASH).any())
-    return RowColumns(
-        pa.array([bytes(row.body) for row in rows], pa.binary()),
-        pa.array(keys, pa.string()) if keyed else None,
-        hashes if keyed else None,
-        _optional([row.tags for row in rows]),
-        _optional([row.headers for row in rows]),
-        np.array([row.due for row in rows], np.int64) if rows[0].due is not None else None,
-        np.array([row.created for row in rows], np.int64),
+    hashes, keyed = hash_keys(keys, len(keys)), any(keys)
+    parts = build_frame(
+        [bytes(row.body) for row in rows],
+        producer=first.producer,
+        first=first.first,
+        send_time=np.array([row.created for row in rows], np.int64),
+        deliver_at=np.array([row.due for row in rows], np.int64) if delayed else None,
+        keys=keys if keyed else None,
+        key_hashes=hashes if keyed else None,
+        tags=_optional([row.tags for row in rows]),
+        headers=_optional([row.headers for row in rows]),
     )
+    return OutboxFrame((PartitionName(name, group), delayed), waiting, parts, doubt)
 
 
-def _optional(values: Sequence[Any]) -> pa.Array | None:
-    if all(value is None for value in values):
-        return None
-    return pa.array([b"" if value is None else bytes(value) for value in values], pa.binary())
+def _optional(values: Sequence[bytes | None]) -> list[bytes] | None:
+    """A column, which is left out if no row has a value."""
+    return None if not any(values) else [b"" if value is None else bytes(value) for value in values]

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 
 import sqlalchemy as sa
+from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 import plait
@@ -35,7 +37,11 @@ PATIENCE_SECONDS = 60.0
 
 
 def engine_of(url: str) -> sa.Engine:
-    return sa.create_engine(url, pool_pre_ping=True)
+    engine = sa.create_engine(url, pool_pre_ping=True)
+    if engine.dialect.name == "sqlite":
+        # The data does not outlive the test, and a killed process loses nothing that it has written.
+        event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=OFF"))
+    return engine
 
 
 def create(url: str) -> sa.Engine:
@@ -73,8 +79,13 @@ def left(engine: sa.Engine) -> int:
 async def until(condition: Callable[[], object]) -> None:
     """Wait until a condition holds, which is checked in a thread."""
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not await asyncio.to_thread(condition):
-            await asyncio.sleep(0.01)
+        while not await asyncio.to_thread(_holds, condition):
+            pass
+
+
+def _holds(condition: Callable[[], object]) -> bool:
+    """Check the condition, and wait a moment if it does not hold."""
+    return bool(condition()) or threading.Event().wait(0.01)
 
 
 async def drained(engine: sa.Engine) -> None:

@@ -1,4 +1,4 @@
-"""A process that is killed at any step of the outbox's protocol: exactly the committed rows arrive, in order per key."""
+"""A process is killed at each step of the outbox's protocol: exactly the committed rows arrive, in order per key."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ async def test_exactly_the_committed_rows_arrive_after_kills_at_every_step(url: 
     engine.dispose()
 
 
-@pytest.mark.parametrize("step", ["after the sequences are written", "while a frame is sent", "after a frame is stored"])
+@pytest.mark.parametrize(
+    "step", ["after the sequences are written", "while a frame is sent", "after a frame is stored"]
+)
 async def test_a_leader_that_was_stopped_changes_nothing_when_it_wakes(url: str, step: str, victims: Victims) -> None:
     engine = create(url)
     async with EmbeddedBroker() as broker, plait.connect(broker.address) as client:

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,8 @@ class Steps:
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        #: A process that was stopped at the step runs again.
+        self.passed = threading.Event()
         self.left = STEPS[request.step] if request.signal == signal.SIGKILL else 1
 
     def reached(self, step: str, condition: object = True) -> None:
@@ -63,6 +66,7 @@ class Steps:
             self.left -= 1
             if self.left == 0:
                 os.kill(os.getpid(), self.request.signal)
+                self.passed.set()
 
     def install(self) -> None:
         """Watch the steps of the relay."""
@@ -146,11 +150,10 @@ async def work(request: Request) -> None:
     for _ in range(10 if stops else 0):
         write(engine, steps, chosen)
     async with plait.connect(request.address) as client, outbox.relay(client, engine, lease=LEASE_SECONDS, poll=0.02):
+        if stops:
+            await asyncio.to_thread(steps.passed.wait)
         while True:
-            if stops and steps.left > 0:
-                await asyncio.sleep(0.01)
-            else:
-                await asyncio.to_thread(write, engine, steps, chosen)
+            await asyncio.to_thread(write, engine, steps, chosen)
 
 
 def main() -> None:

@@ -7,19 +7,20 @@ another.
 
 The predecessor of a frame in its partition need not be saved: when the broker does not accept the assumed one, it
 replies with the last row of the producer that it has stored. It is accepted as the predecessor because every row
-between the two was sent to another partition. Frames are not compressed: a resend must have the same bytes, whatever
-the client's settings are.
+between the two was sent to another partition. The caller builds the same frame from the same rows, without compression,
+which depends on the settings of a client.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from plait.client.client import Client
 from plait.client.net.router import SubjectRoute
-from plait.client.send.row_columns import RowColumns
 from plait.client.types import PartitionName
 from plait.errors import OutOfSequence, PlaitError, Timeout, UnknownProducer
+from plait.frame.builder import FrameParts
 from plait.wire import messages as m
 from plait.wire.link import Link
 
@@ -46,21 +47,25 @@ class NumberedSender:
         """Ask a meta server for the route of a subject, which is created if necessary."""
         return await self._router.refresh(subject)
 
-    async def store(self, target: SendTarget, producer: int, first: int, rows: RowColumns) -> None:
-        """Store one frame. The error of a frame that is not stored tells what is known about it.
+    async def store(self, target: SendTarget, parts: FrameParts, check: Callable[[], None]) -> None:
+        """Store one frame. ``check`` runs immediately before each attempt; its error ends the send.
+
+        Other errors tell what is known about the frame:
 
         - ``StaleRoute``: the partition has not stored the frame and accepts none of its keys any more.
         - ``UnknownProducer`` or ``ProducerConflict``: it is unknown whether the rows are stored, and a resend under the
           same numbers does not show it.
         - Any other error: the frame may be stored; send it again.
         """
-        last = self._last.get((target, producer), 0)
+        known = target, parts.producer
+        last = self._last.get(known, 0)
         while True:
             try:
-                await self._send(target, producer, first, rows, last)
+                parts.follow(last)
+                await self._send(target, parts, check)
             except OutOfSequence as error:
                 stored = int(error.details.get("last", 0))
-                if stored == last or stored >= first:
+                if stored == last or stored >= parts.first:
                     raise
                 last = stored
             except UnknownProducer:
@@ -70,14 +75,14 @@ class NumberedSender:
                 last = 0
             else:
                 break
-        self._last[target, producer] = first + len(rows.bodies) - 1
+        self._last[known] = parts.last
 
-    async def _send(self, target: SendTarget, producer: int, first: int, rows: RowColumns, last: int) -> None:
-        parts = rows.build(producer, first, last)
+    async def _send(self, target: SendTarget, parts: FrameParts, check: Callable[[], None]) -> None:
         limit = self._limits.send_seconds
         try:
             async with asyncio.timeout(limit):
                 link, number = await self._number(target)
+                check()
                 await link.request(m.SendRequest(number), parts.parts, parts.size)
         except TimeoutError:
             raise Timeout(f"no answer for a send to {target[0]} within {limit:g} s", seconds=limit) from None
