@@ -16,14 +16,16 @@ ADDRESS = "plait://127.0.0.1:7450"
 #: Examples with an address are complete programs and run unchanged.
 EXAMPLES = {
     f"{page}-{number}": source
-    for page in ("sending", "consuming", "app")
+    for page in ("sending", "consuming", "app", "outbox")
     for number, source in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL))
     if "import plait" in source
 }
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-async def test_the_example_runs(name: str):
+async def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Examples create their databases in the working directory.
+    monkeypatch.chdir(tmp_path)
     async with EmbeddedBroker() as broker:
         source = EXAMPLES[name].replace(ADDRESS, broker.address)
         assert source != EXAMPLES[name], "the example names no address"
@@ -34,4 +36,4 @@ async def test_the_example_runs(name: str):
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 7
+    assert len(EXAMPLES) == 8

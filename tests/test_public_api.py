@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
-MODULES = ("plait", "plait.sync", "plait.testing")
+MODULES = ("plait", "plait.outbox", "plait.sync", "plait.testing")
 UPDATE = "python -m tests.test_public_api --update"
 
 

@@ -1,9 +1,9 @@
 """Decides when the lease of another relay has ended, without comparing clocks of different machines.
 
-A leader increments ``beat`` within its lease. A relay that has seen the same ``epoch`` and ``beat`` for longer than a
-lease, on its own monotonic clock, takes over by compare-and-set. The leader counts its lease from the moment before it
-sent the increment, and the watching relay waits a quarter longer (R14), so a leader whose clock is at most that much
-slower stops before it is replaced.
+A leader increments ``renewals`` within its lease. A relay that has seen the same ``epoch`` and ``renewals`` for longer
+than a lease, on its own monotonic clock, takes over by compare-and-set. The leader counts its lease from the moment
+before it sent the increment, and the watching relay waits a quarter longer (R14). So a leader whose clock is at most
+that much slower stops before it is replaced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RelayLease(NamedTuple):
 
     owner: str | None
     epoch: int
-    beat: int
+    renewals: int
     producer: int
     next: int
 
@@ -36,6 +36,6 @@ class LeaseWatch:
         """Whether the lease, read at this time, has ended."""
         if lease.owner is None:
             return True
-        if (lease.epoch, lease.beat) != self._seen:
-            self._seen, self._since = (lease.epoch, lease.beat), now
+        if (lease.epoch, lease.renewals) != self._seen:
+            self._seen, self._since = (lease.epoch, lease.renewals), now
         return now - self._since >= self._seconds

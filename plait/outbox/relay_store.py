@@ -1,6 +1,6 @@
 """The statements of a relay: each function is one transaction, or a part of one, on the tables of an outbox.
 
-``turn`` is the only transaction that changes rows of the outbox. It begins with an increment of ``beat`` where
+``turn`` is the only transaction that changes rows of the outbox. It begins with an increment of ``renewals`` where
 ``epoch`` is the caller's, which locks the row: a former leader waits for it, then changes nothing (``LeaseLost``). In
 the same transaction it deletes rows that are stored, and writes partition, producer and sequence into the rows that are
 sent next. Sequences grow by one from row to row and are never used twice, also after a change of the producer id.
@@ -57,14 +57,14 @@ class RelayStore:
         # Built once: building a statement takes longer than running it.
         c = relay.c
         mine = relay.update().where(c.id == RELAY_ROW, c.epoch == sa.bindparam("mine"))
-        self._lease = sa.select(c.owner, c.epoch, c.beat, c.producer, c.next).where(c.id == RELAY_ROW)
-        self._renewal = mine.values(beat=c.beat + 1, next=c.next + sa.bindparam("count"))
+        self._lease = sa.select(c.owner, c.epoch, c.renewals, c.producer, c.next).where(c.id == RELAY_ROW)
+        self._renewal = mine.values(renewals=c.renewals + 1, next=c.next + sa.bindparam("count"))
         self._new_producer = mine.values(producer=sa.bindparam("new_producer"))
         self._release = mine.values(owner=None)
         self._take = (
             relay.update()
-            .where(c.id == RELAY_ROW, c.epoch == sa.bindparam("seen"), c.beat == sa.bindparam("seen_beat"))
-            .values(owner=sa.bindparam("new_owner"), epoch=c.epoch + 1, beat=c.beat + 1)
+            .where(c.id == RELAY_ROW, c.epoch == sa.bindparam("seen"), c.renewals == sa.bindparam("seen_renewals"))
+            .values(owner=sa.bindparam("new_owner"), epoch=c.epoch + 1, renewals=c.renewals + 1)
         )
         ids: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
         self._deletion = outbox.delete().where(outbox.c.id.in_(ids))
@@ -90,12 +90,12 @@ class RelayStore:
     def create(self, connection: sa.Connection) -> None:
         """Add the lease, free; fails with ``IntegrityError`` if another relay was faster."""
         connection.execute(
-            self._relay.insert().values(id=RELAY_ROW, owner=None, epoch=0, beat=0, producer=new_producer(), next=1)
+            self._relay.insert().values(id=RELAY_ROW, owner=None, epoch=0, renewals=0, producer=new_producer(), next=1)
         )
 
     def take(self, connection: sa.Connection, seen: RelayLease, owner: str) -> bool:
         """Take the lease under the next epoch, if it is still as it was seen."""
-        values = {"seen": seen.epoch, "seen_beat": seen.beat, "new_owner": owner}
+        values = {"seen": seen.epoch, "seen_renewals": seen.renewals, "new_owner": owner}
         return connection.execute(self._take, values).rowcount == 1
 
     def release(self, connection: sa.Connection, epoch: int) -> None:

@@ -9,8 +9,8 @@
 | ``first`` | the sequence of the first row of its frame |
 
 The relay table has one row, which is the lease and the counter of sequences. Every change of the relay to the outbox is
-in a transaction that also increments ``beat`` where ``epoch`` is the relay's own (R22). ``epoch`` grows with each new
-leader, so a former leader changes nothing.
+in a transaction that also increments ``renewals`` where ``epoch`` is the relay's own (R22). ``epoch`` grows with each
+new leader, so a former leader changes nothing.
 
 Text is stored as bytes: PostgreSQL refuses the character NUL in text, and MariaDB needs a character set for it.
 """
@@ -67,7 +67,7 @@ def relay_table(metadata: sa.MetaData, name: str, schema: str | None = None) -> 
         sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("owner", sa.String(NAME_LENGTH_MAX)),
         sa.Column("epoch", sa.BigInteger, nullable=False),
-        sa.Column("beat", sa.BigInteger, nullable=False),
+        sa.Column("renewals", sa.BigInteger, nullable=False),
         sa.Column("producer", sa.BigInteger, nullable=False),
         sa.Column("next", sa.BigInteger, nullable=False),
         schema=schema,

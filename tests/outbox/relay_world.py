@@ -218,7 +218,7 @@ class ModelRouter:
         return self._cached.get(subject)
 
     async def refresh(self, subject: str) -> ModelRoute:
-        await asyncio.sleep(self._world.chosen.uniform(0.0, LATENCY_SECONDS))
+        await self._world.simulation.sleep(self._world.chosen.uniform(0.0, LATENCY_SECONDS))
         self._cached[subject] = self._world.brokers.routes[subject]
         return self._cached[subject]
 
@@ -240,7 +240,7 @@ class RelayWorld:
     def __init__(self, seed: int, steps: int = 50) -> None:
         self._steps = steps
         self.chosen = random.Random(f"{seed} outbox")
-        self._simulation = Simulation(seed, allow_logs=["outbox", "plait-outbox"])
+        self.simulation = Simulation(seed, allow_logs=["outbox", "plait-outbox"])
         self.brokers = ModelBrokers(random.Random(f"{seed} routes"))
         self._engine = sa.create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
         metadata = sa.MetaData()
@@ -314,29 +314,29 @@ class RelayWorld:
     # --- faults ---------------------------------------------------------------------------------
 
     def _kill(self) -> None:
-        process = self._simulation.process(self.chosen.choice(RELAYS))
+        process = self.simulation.process(self.chosen.choice(RELAYS))
         if process.alive:
             process.kill()
 
     def _start(self) -> None:
         for name in RELAYS:
-            process = self._simulation.process(name)
+            process = self.simulation.process(name)
             if not process.alive:
                 process.start()
                 return
 
     def _pause(self) -> None:
-        process = self._simulation.process(self.chosen.choice(RELAYS))
+        process = self.simulation.process(self.chosen.choice(RELAYS))
         if process.alive:
             process.pause()
 
     def _resume(self) -> None:
         for name in RELAYS:
-            self._simulation.process(name).resume()
+            self.simulation.process(name).resume()
 
     def _change_route(self) -> None:
         subject = self.chosen.choice(SUBJECTS)
-        now = self._simulation.now
+        now = self.simulation.now
         if now - self._changed_at[subject] < ROUTE_SECONDS:
             return
         self._changed_at[subject] = now
@@ -374,7 +374,7 @@ class RelayWorld:
         self.chosen.choice(actions)()
 
     async def _drive(self) -> None:
-        simulation = self._simulation
+        simulation = self.simulation
         for _ in range(self._steps):
             self._step()
             await simulation.sleep(self.chosen.choice([0.0, 0.001, 0.02, 0.1, 0.5, 1.5]))
@@ -397,7 +397,7 @@ class RelayWorld:
 
     def run(self) -> None:
         """Run, then compare what was stored with what was committed."""
-        with self._simulation as simulation:
+        with self.simulation as simulation:
             simulation.process("brokers", self._broker).start()
             for name in RELAYS:
                 simulation.process(name, self._relay).start()

@@ -21,6 +21,7 @@ from tests.broker import ordered_world
 from tests.broker.test_lost_files import LIVES, check_all, overwrite, remove_files
 from tests.broker.test_query_model import run_queries
 from tests.broker.test_schedule_model import Scheduling
+from tests.outbox.relay_world import RelayWorld
 from tests.sim.cluster import Cluster
 from tests.sim.ordered_cluster import OrderedCluster
 from tests.sim.sink_cluster import SinkCluster
@@ -117,6 +118,11 @@ def _archivers(seed: int) -> None:
 #: Defects of archivers patch the running archivers.
 archivers_plants: list[Callable[..., None]] = []
 
+
+def _outbox(seed: int) -> None:
+    RelayWorld(seed).run()
+
+
 WORLDS = Generator("worlds", _world, 60)
 ORDERED_CLUSTER = Generator("ordered cluster", _ordered_cluster, 30)
 SHARED_CLUSTER = Generator("shared cluster", _shared_cluster, 16)
@@ -129,6 +135,7 @@ BROKER_LIVES = Generator("lives of a broker", _lives, 20)
 REMOVED_FILES = Generator("lives whose files are removed", _removed_files, 8)
 OVERWRITTEN_FILES = Generator("lives whose files are overwritten", _overwritten_files, 8)
 ARCHIVERS = Generator("archivers", _archivers, 60)
+OUTBOX = Generator("simulated outbox", _outbox, 60)
 
 
 #: Errors of a defect that does not fit the shipped classes any more.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.broker import test_lost_files as lost_files
+from tests.outbox import relay_defects
 from tests.plants import generators
 from tests.plants.generators import Generator
 from tests.sim import ordered_defects, world_defects
@@ -79,6 +80,11 @@ PLANTS: list[Plant] = [
     Plant(world_defects.overtake_sends_that_wait_for_room, generators.WORLDS, (1,)),
     Plant(world_defects.return_a_message_while_its_thread_runs, generators.WORLDS, (15, 36)),
     Plant(world_defects.throw_rows_away_at_a_clean_stop, generators.SHARED_CLUSTER, (0,)),
+    # The outbox.
+    Plant(relay_defects.renew_the_lease_of_another_relay, generators.OUTBOX, (28,)),
+    Plant(relay_defects.look_behind_the_highest_id_only, generators.OUTBOX, (1,)),
+    Plant(relay_defects.number_again_after_a_crash, generators.OUTBOX, (11,)),
+    Plant(relay_defects.follow_the_route_at_once, generators.OUTBOX, (5,)),
     # Archives and Spark.
     Plant(ask_only_for_ones_own_number, generators.ARCHIVERS, (10, 2, 0, 4)),
     Plant(world_defects.forget_decisions_by_the_wall_clock, generators.SINK_CLUSTER),

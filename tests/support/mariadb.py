@@ -17,6 +17,8 @@ from typing import Any
 from tests.support.postgres import other_user
 from tests.support.require import require_package, require_program
 
+#: The user of the database, not of the machine.
+ADMINISTRATOR = "root"
 #: Users that run it when the tests run as root.
 USERS = ("mysql", "nobody")
 #: The data does not outlive the tests, so nothing has to reach the disk.
@@ -87,11 +89,11 @@ class MariaDB:
         """Create a database; returns its address."""
         name = f"test{next(self._numbers)}"
         self._execute(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
-        return f"mariadb+pymysql://root@localhost/{name}?unix_socket={self._socket}"
+        return f"mariadb+pymysql://{ADMINISTRATOR}@/{name}?unix_socket={self._socket}"
 
     def _execute(self, statement: str) -> None:
         pymysql = require_package("pymysql")
-        connection = pymysql.connect(unix_socket=str(self._socket), user="root")
+        connection = pymysql.connect(unix_socket=str(self._socket), user=ADMINISTRATOR)
         try:
             connection.cursor().execute(statement)
         finally:
