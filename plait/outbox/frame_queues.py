@@ -3,8 +3,9 @@
 The order per key is the order in which rows are planned, and depends on three rules. Frames of a partition are sent one
 after another, each after its predecessor is stored. Rows of an LP are assigned to a partition only while no frame of
 another partition has rows of that LP; so when a route changes, an LP moves after its earlier rows are stored. When a
-partition no longer accepts an LP, all of the partition's frames are withdrawn and their rows are planned again, before
-newer rows.
+partition no longer accepts an LP, all of the partition's frames are withdrawn: the next turn makes their rows
+unassigned again, before it assigns any other. Otherwise the partition could store a later frame first, and take a frame
+that it has never stored, with lower numbers, for one that it has forgotten.
 
 Plain objects: no database, no connection, no clock.
 """
@@ -95,14 +96,21 @@ class FrameQueues:
         self._queues: dict[SendTarget, deque[OutboxFrame]] = {}
         #: Partitions whose first frame could not be sent; they get no more frames.
         self.failing: set[SendTarget] = set()
-        #: Rows of withdrawn frames, in order.
-        self.withdrawn: list[WaitingRow] = []
+        #: Withdrawn frames that no turn has recorded yet.
+        self._withdrawn: list[OutboxFrame] = []
         self._turn = 0
 
     def add(self, frames: Iterable[OutboxFrame]) -> list[SendTarget]:
-        """Queue frames that were assigned; returns the partitions that had none."""
+        """Queue frames that were assigned; returns the partitions that had none.
+
+        A frame of a partition whose earlier frames were withdrawn meanwhile is withdrawn as well.
+        """
         idle = []
+        refused = {frame.target for frame in self._withdrawn}
         for frame in frames:
+            if frame.target in refused:
+                self._withdrawn.append(frame)
+                continue
             queue = self._queues.get(frame.target)
             if queue is None:
                 queue = self._queues[frame.target] = deque()
@@ -125,28 +133,29 @@ class FrameQueues:
         return frame
 
     def withdraw(self, target: SendTarget) -> None:
-        """Plan the rows of all frames of a partition again."""
+        """Remove all frames of a partition; their rows are to be planned again."""
         self.failing.discard(target)
-        for frame in self._queues.pop(target):
-            self.withdrawn.extend(frame.waiting)
+        self._withdrawn.extend(self._queues.pop(target))
 
-    def drop(self, ids: Iterable[int]) -> None:
-        """Forget withdrawn rows that were assigned again, or that no longer exist."""
-        gone = set(ids)
-        self.withdrawn = [row for row in self.withdrawn if row.id not in gone]
+    def take_withdrawn(self) -> list[int]:
+        """The ids of the rows that the next turn is to make unassigned, immediately after a plan."""
+        ids = [row.id for frame in self._withdrawn for row in frame.waiting]
+        self._withdrawn.clear()
+        return ids
 
     # --- planning -------------------------------------------------------------------------------
 
     def plan(self, waiting: Sequence[WaitingRow], routes: Mapping[str, RouteTable]) -> list[PlannedFrame]:
-        """The frames to assign now: withdrawn rows first, then ``waiting``, which is in the order of the ids."""
+        """The frames to assign now. ``waiting`` is in the order of the ids."""
         homes = self._homes()
-        keyless = {row.subject: self._keyless(routes.get(row.subject)) for row in (*self.withdrawn, *waiting)}
-        held: set[tuple[str, int]] = set()
+        keyless = {subject: self._keyless(routes.get(subject)) for subject in {row.subject for row in waiting}}
+        # Rows of withdrawn frames are found again after the turn that records them; later rows of their LPs wait.
+        held = {(row.subject, row.lp) for frame in self._withdrawn for row in frame.waiting if row.lp is not None}
         opened: dict[SendTarget, PlannedFrame] = {}
         counts: dict[SendTarget, int] = {}
         planned: list[PlannedFrame] = []
         size = count = 0
-        for row in (*self.withdrawn, *waiting):
+        for row in waiting:
             route = routes.get(row.subject)
             if route is None:
                 continue
@@ -206,7 +215,6 @@ class FrameQueues:
     def exclusions(self, routes: Mapping[str, RouteTable]) -> list[Exclusion]:
         """What a search for rows leaves out, so that rows of other keys are found behind any number of these."""
         subjects = {frame.subject for queue in self._queues.values() for frame in queue}
-        subjects |= {row.subject for row in self.withdrawn}
         homes = self._homes()
         found: list[Exclusion] = []
         for subject in sorted(subjects):
@@ -219,7 +227,6 @@ class FrameQueues:
             for (other, lp), name in homes.items():
                 if other == subject and name != route.partitions[int(route.table[lp])]:
                     mask[lp] = True
-            mask[[row.lp for row in self.withdrawn if row.subject == subject and row.lp is not None]] = True
             if mask.any():
                 keyless = self._keyless(route) is None
                 starts = edges(mask)[:-1]

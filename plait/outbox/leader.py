@@ -127,20 +127,27 @@ class Leader:
         excluded = self._queues.exclusions(self._routes)
         asking = set(self._asking)
         rows = await self._database.run(functools.partial(self._store.waiting, excluded=excluded, subjects=asking))
-        for subject in {row.subject for row in (*rows, *self._queues.withdrawn)}:
+        for subject in {row.subject for row in rows}:
             if subject not in self._asking:
                 self._find_route(subject)
+        # No await between the plan and the transaction that carries it out.
         planned = self._queues.plan(rows, self._routes)
-        if not (planned or self._stored or started - self._renewed >= self._seconds / 5):
+        stored, withdrawn, producer = list(self._stored), self._queues.take_withdrawn(), self._producer
+        if not (planned or stored or withdrawn or started - self._renewed >= self._seconds / 5):
             return False
-        stored, producer = list(self._stored), self._producer
-        work = functools.partial(self._store.turn, epoch=self._epoch, stored=stored, planned=planned, producer=producer)
+        work = functools.partial(
+            self._store.turn,
+            epoch=self._epoch,
+            stored=stored,
+            withdrawn=withdrawn,
+            planned=planned,
+            producer=producer,
+        )
         frames = await self._database.run(work)
         self._renewed = started
         del self._stored[: len(stored)]
         if producer is not None:
             self._producer = None
-        self._queues.drop(row.id for frame in frames for row in frame.waiting)
         if frames:
             self._idle = FIRST_PAUSE_SECONDS
         self._send(frames)

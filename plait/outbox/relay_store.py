@@ -2,8 +2,9 @@
 
 ``turn`` is the only transaction that changes rows of the outbox. It begins with an increment of ``renewals`` where
 ``epoch`` is the caller's, which locks the row: a former leader waits for it, then changes nothing (``LeaseLost``). In
-the same transaction it deletes rows that are stored, and writes partition, producer and sequence into the rows that are
-sent next. Sequences grow by one from row to row and are never used twice, also after a change of the producer id.
+the same transaction it deletes rows that are stored, removes the assignment of withdrawn rows, and writes partition,
+producer and sequence into the rows that are sent next. Sequences grow by one from row to row and are never used twice,
+also after a change of the producer id.
 
 A search for rows has no lower bound for the id. A transaction gets its ids before it commits, so rows with lower ids
 may become visible later, and must still be found.
@@ -68,6 +69,9 @@ class RelayStore:
         )
         ids: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
         self._deletion = outbox.delete().where(outbox.c.id.in_(ids))
+        self._withdrawal = (
+            outbox.update().where(outbox.c.id.in_(ids)).values(sequence=None, place=None, producer=None, first=None)
+        )
         self._by_ids = self._full.where(outbox.c.id.in_(ids))
         self._assignment = (
             outbox.update()
@@ -148,17 +152,21 @@ class RelayStore:
         connection: sa.Connection,
         epoch: int,
         stored: Sequence[int],
+        withdrawn: Sequence[int],
         planned: Sequence[PlannedFrame],
         producer: int | None = None,
     ) -> list[OutboxFrame]:
-        """Renew the lease, delete the rows that are stored and assign the planned ones; returns their frames.
+        """Renew the lease, delete ``stored`` rows, then assign the planned ones; returns their frames.
 
+        ``withdrawn`` rows are not assigned any more: no broker has them, or it is unknown.
         ``producer`` is a new producer id: brokers do not know the present one any more, or another database uses it.
         """
         count = sum(len(frame.rows) for frame in planned)
         lease = self._renew(connection, epoch, count, producer)
         for ids in _chunks(stored):
             connection.execute(self._deletion, {"ids": ids})
+        for ids in _chunks(withdrawn):
+            connection.execute(self._withdrawal, {"ids": ids})
         if not planned:
             return []
         self._assign(connection, planned, lease.producer, lease.next - count)

@@ -47,10 +47,8 @@ def number_again_after_a_crash(patch: pytest.MonkeyPatch) -> None:
     add = FrameQueues.add
 
     def renumbered(self: FrameQueues, frames: Sequence[OutboxFrame]) -> Any:
-        if not (frames and frames[0].doubt):
-            return add(self, frames)
-        self.withdrawn.extend(row for frame in frames for row in frame.waiting)
-        return []
+        self._withdrawn.extend(frame for frame in frames if frame.doubt)
+        return add(self, [frame for frame in frames if not frame.doubt])
 
     patch.setattr(FrameQueues, "add", renumbered)
 

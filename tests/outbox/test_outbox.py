@@ -65,7 +65,8 @@ async def test_committed_messages_arrive_and_others_do_not(engine: sa.Engine, cl
 
 
 async def test_a_message_has_all_that_a_sent_one_has(engine: sa.Engine, client: plait.Client) -> None:
-    body, headers = bytes(range(256)) * 300, {"city": "Łódź", "amount": 5, "rate": 0.5, "new": True}
+    body = bytes(range(256)) * 300
+    headers: dict[str, str | int | float | bool] = {"city": "Łódź", "amount": 5, "rate": 0.5, "new": True}
     with engine.begin() as connection:
         outbox.add(connection, SUBJECT, body, key="ключ\0", tags=["a", "b"], headers=headers)
         outbox.add(connection, SUBJECT, {"number": 1}, key=7)
@@ -78,6 +79,7 @@ async def test_a_message_has_all_that_a_sent_one_has(engine: sa.Engine, client: 
     assert (second.body, second.key, third.body, third.key) == (b'{"number":1}', "7", b"no key", None)
     assert first.message_id.producer == third.message_id.producer
     assert third.message_id.sequence - first.message_id.sequence == 2
+    assert first.send_time is not None
     assert abs(first.send_time - first.store_time) < timedelta(minutes=1)
 
 

@@ -25,7 +25,7 @@ from plait.outbox.leader import Leader
 from plait.outbox.relay_store import RelayStore
 from tests.outbox.shop import KEYS, add_event, engine_of, outbox
 
-LEASE_SECONDS = 0.6
+LEASE_SECONDS = 0.4
 #: The steps, and at which occurrence the process ends.
 STEPS = {
     "before the commit of a transaction": 4,
