@@ -148,7 +148,9 @@ class FrameQueues:
     def plan(self, waiting: Sequence[WaitingRow], routes: Mapping[str, RouteTable]) -> list[PlannedFrame]:
         """The frames to assign now. ``waiting`` is in the order of the ids."""
         homes = self._homes()
-        keyless = {subject: self._keyless(routes.get(subject)) for subject in {row.subject for row in waiting}}
+        keyless = {
+            subject: self._keyless(routes.get(subject)) for subject in dict.fromkeys(row.subject for row in waiting)
+        }
         # Rows of withdrawn frames are found again after the turn that records them; later rows of their LPs wait.
         held = {(row.subject, row.lp) for frame in self._withdrawn for row in frame.waiting if row.lp is not None}
         opened: dict[SendTarget, PlannedFrame] = {}

@@ -127,7 +127,7 @@ class Leader:
         excluded = self._queues.exclusions(self._routes)
         asking = set(self._asking)
         rows = await self._database.run(functools.partial(self._store.waiting, excluded=excluded, subjects=asking))
-        for subject in {row.subject for row in rows}:
+        for subject in dict.fromkeys(row.subject for row in rows):
             if subject not in self._asking:
                 self._find_route(subject)
         # No await between the plan and the transaction that carries it out.

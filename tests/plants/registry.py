@@ -84,7 +84,7 @@ PLANTS: list[Plant] = [
     Plant(relay_defects.renew_the_lease_of_another_relay, generators.OUTBOX, (4,)),
     Plant(relay_defects.look_behind_the_highest_id_only, generators.OUTBOX, (1,)),
     Plant(relay_defects.number_again_after_a_crash, generators.OUTBOX, (2,)),
-    Plant(relay_defects.follow_the_route_at_once, generators.OUTBOX, (3,)),
+    Plant(relay_defects.follow_the_route_at_once, generators.OUTBOX, (5,)),
     # Archives and Spark.
     Plant(ask_only_for_ones_own_number, generators.ARCHIVERS, (10, 2, 0, 4)),
     Plant(world_defects.forget_decisions_by_the_wall_clock, generators.SINK_CLUSTER),
