@@ -23,8 +23,9 @@ import numpy.typing as npt
 from plait.client.send.numbered_sender import SendTarget
 from plait.client.types import PartitionName
 from plait.frame.builder import FrameParts
-from plait.limits import (
-    LOGICAL_PARTITIONS,
+from plait.limits import LOGICAL_PARTITIONS
+from plait.model.logical_partitions import edges
+from plait.outbox.outbox_limits import (
     OUTBOX_FRAME_BYTES,
     OUTBOX_FRAME_ROWS,
     OUTBOX_PARTIAL_SUBJECTS,
@@ -32,7 +33,6 @@ from plait.limits import (
     OUTBOX_TURN_BYTES,
     OUTBOX_TURN_ROWS,
 )
-from plait.model.logical_partitions import edges
 
 
 class RouteTable(Protocol):

@@ -27,9 +27,9 @@ from plait.errors import (
     SubjectNotFound,
     UnknownProducer,
 )
-from plait.limits import OUTBOX_PAUSE_SECONDS
 from plait.model.names import counted
 from plait.outbox.frame_queues import FrameQueues, OutboxFrame, RouteTable
+from plait.outbox.outbox_limits import OUTBOX_PAUSE_SECONDS
 from plait.outbox.relay_store import LeaseLost, RelayStore, new_producer
 from plait.outbox.transactions import RelayTransactions
 

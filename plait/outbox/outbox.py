@@ -21,7 +21,7 @@ from plait.client.blocking.blocking_client import SyncClient
 from plait.client.client import Client
 from plait.client.send.encoding import Delay
 from plait.errors import InvalidArgument
-from plait.limits import OUTBOX_LEASE_SECONDS, OUTBOX_POLL_SECONDS
+from plait.outbox.outbox_limits import OUTBOX_LEASE_SECONDS, OUTBOX_POLL_SECONDS
 from plait.outbox.outgoing_row import outgoing_row
 from plait.outbox.relay import Relay
 from plait.outbox.relay_store import RelayStore

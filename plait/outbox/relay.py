@@ -22,9 +22,9 @@ from plait.client.closing import Closing
 from plait.client.send.numbered_sender import NumberedSender
 from plait.clock import Clock, SystemClock
 from plait.errors import InvalidArgument, PlaitError
-from plait.limits import OUTBOX_PAUSE_SECONDS
 from plait.outbox.leader import FIRST_PAUSE_SECONDS, Leader
 from plait.outbox.lease_watch import LeaseWatch
+from plait.outbox.outbox_limits import OUTBOX_PAUSE_SECONDS
 from plait.outbox.relay_store import LeaseLost, RelayStore, RowsChanged
 from plait.outbox.transactions import RelayTransactions
 

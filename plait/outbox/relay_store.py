@@ -23,9 +23,10 @@ from plait import chance
 from plait.client.send.open_rows import hash_keys
 from plait.client.types import PartitionName
 from plait.frame.builder import build_frame
-from plait.limits import LOGICAL_PARTITIONS, OUTBOX_TURN_ROWS
+from plait.limits import LOGICAL_PARTITIONS
 from plait.outbox.frame_queues import Exclusion, OutboxFrame, PlannedFrame, WaitingRow
 from plait.outbox.lease_watch import RelayLease
+from plait.outbox.outbox_limits import OUTBOX_TURN_ROWS
 from plait.outbox.tables import RELAY_ROW
 
 #: Ids of one statement.
