@@ -81,4 +81,7 @@ def group_view(group: Group, *, counted: bool = False) -> GroupInfo:
         "key" if definition.affinity else None,
         not exact,
         group.lost_estimated,
+        group.filtered_count,
+        definition.filter,
+        definition.filter_version,
     )

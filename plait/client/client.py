@@ -338,24 +338,24 @@ class Client(MessageSearch, Transactional):
         ordered: bool = False,
         affinity: Literal["key"] | None = None,
         handling: Duration | None = None,
+        tags: TagFilter | str | Iterable[str] | None = None,
+        where: str | None = None,
     ) -> Consumer:
         """A member of a group, for ``async with``. With ``broadcast=True`` or ``group=None`` it gets every message.
 
         ``subject`` is a name, a prefix such as "order.*", or a list of both; new subjects that a prefix covers join by
-        themselves. Give a group or ``broadcast``. A named subject that does not exist is created, so that consumers can
-        start first.
-        A new group starts at the earliest message and a broadcast consumer at the latest, unless ``start`` is given:
-        "earliest", "latest", a sequence, a datetime, or "-5m" before now. ``retry`` sets how long failed messages wait;
-        it applies to the whole group, and a member without it uses the group's setting.
-
+        themselves. A named subject that does not exist is created. A new group starts at the earliest message, a
+        broadcast at the latest, unless ``start`` is given: "earliest", "latest", a sequence, a datetime, or "-5m"
+        before now. ``retry`` sets how long failed messages wait, for the whole group.
         ``ordered``: messages with the same key are delivered one after another, to one member at a time.
         ``affinity="key"``: they are delivered to the same member while no member joins or leaves, and a failed message
         never holds back others. With either, a member that handles a message for longer than ``handling`` loses the
         messages that it holds to other members.
+        ``tags`` and ``where`` are the filter of the group, as for ``reader``: messages that it leaves out count as
+        consumed. A member without ``retry`` or a filter uses those of the group.
         """
-        return self._consumer(
-            ConsumerArguments(subject, group, broadcast, delivery, start, prefetch, retry, ordered, affinity, handling)
-        )
+        basics = (subject, group, broadcast, delivery, start, prefetch, retry, ordered, affinity, handling)
+        return self._consumer(ConsumerArguments(*basics, filter_terms(where, tags)))
 
     def _consumer(self, arguments: ConsumerArguments, *, any_thread: bool = False) -> Consumer:
         """``consumer``, whose messages may be acked from ``any_thread``."""

@@ -26,6 +26,12 @@ class FilterTerms(msgspec.Struct, frozen=True):
     tags: TagFilter = TagFilter()
     where: str = ""
 
+    def __str__(self) -> str:
+        """As the options of the command line."""
+        parts = [f"where={self.where!r}"] if self.where else []
+        parts += [f"{name}_tags={list(tags)}" for name in ("any", "all", "none") if (tags := getattr(self.tags, name))]
+        return ", ".join(parts).replace("any_tags", "tags")
+
     def check(self) -> FilterTerms:
         """Check tags and length; the condition is checked when it is compiled."""
         for tags in (self.tags.any, self.tags.all, self.tags.none):

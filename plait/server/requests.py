@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from plait.broker.groups.group import AttachedConsumer, NackOutcome
-from plait.broker.groups.group_settings import resolve_start
+from plait.broker.groups.group_settings import GroupFilter, resolve_start
 from plait.broker.partitions.partition import ReadBatch
 from plait.broker.transactions.transaction_requests import transaction_row
 from plait.broker.transactions.transaction_table import StoredTransaction
@@ -157,6 +157,8 @@ class Handlers:
             raise InvalidArgument(f"delivery {attach.delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
         if not 0 <= attach.began < SEQUENCE_MAX:
             raise InvalidArgument(f"began {attach.began} is not a version of a route")
+        if not 0 <= attach.filter_version < SEQUENCE_MAX:
+            raise InvalidArgument(f"filter_version {attach.filter_version} is not a version of a filter")
         consumer = self._host.membership.attach(
             attach.name,
             attach.group,
@@ -170,24 +172,27 @@ class Handlers:
             affinity=attach.affinity,
             token=attach.token,
             began=attach.began,
+            wanted=GroupFilter(attach.filter, attach.states_filter, attach.filter_version),
         )
         connection.begin_session(consumer)
-        partition = consumer.group.partition
-        retry = consumer.group.retry
+        connection.answer(correlation, self._attached(consumer, attach))
+
+    def _attached(self, consumer: AttachedConsumer, attach: m.AttachRequest) -> m.AttachReply:
+        group, partition = consumer.group, consumer.group.partition
+        retry = group.retry
         # With an age limit any attempt may be the last, so the consumer reports a reason with each failure.
         reasons_from = 1 if retry.expires is not None else retry.attempts or ATTEMPTS_MAX
-        connection.answer(
-            correlation,
-            m.AttachReply(
-                consumer.session,
-                partition.id,
-                partition.row.name,
-                consumer.group.name,
-                reasons_from,
-                self._broker.leases.seconds if attach.ordered else 0.0,
-                partition.row.settings.order == "strict" and not attach.affinity,
-                retry.attempts or 0,
-            ),
+        return m.AttachReply(
+            consumer.session,
+            partition.id,
+            partition.row.name,
+            group.name,
+            reasons_from,
+            self._broker.leases.seconds if attach.ordered else 0.0,
+            partition.row.settings.order == "strict" and not attach.affinity,
+            retry.attempts or 0,
+            group.definition.filter,
+            group.definition.filter_version,
         )
 
     def _consumer(self, connection: Connection, session: int) -> AttachedConsumer:

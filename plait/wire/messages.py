@@ -132,6 +132,8 @@ class AttachRequest(PacketHead, frozen=True):
       locks. A consumer with the same client id and another token gets those locks only after their lease ends.
     - ``began``: the route version that the group began with. If the partition first accepted rows under a later
       version, the group gets all its messages and the broker ignores ``start``.
+    - ``filter``: the filter that the member asks for, or (``states_filter`` is False) the newest one that it knows.
+      ``filter_version``: the version of the newest filter that it knows. A group with an older one adopts ``filter``.
     """
 
     KIND: ClassVar[int] = 20
@@ -147,6 +149,9 @@ class AttachRequest(PacketHead, frozen=True):
     affinity: bool = False
     token: int = 0
     began: int = 0
+    filter: FilterTerms | None = None
+    states_filter: bool = False
+    filter_version: int = 0
 
 
 class AttachReply(PacketHead, frozen=True):
@@ -161,6 +166,8 @@ class AttachReply(PacketHead, frozen=True):
     lease_seconds: float = 0.0
     strict: bool = False
     attempts: int = 0
+    filter: FilterTerms | None = None
+    filter_version: int = 0
 
 
 class PullRequest(PacketHead, frozen=True):

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from plait.broker import catalog
+from plait.broker.groups.group_settings import GroupFilter, set_group_filter
 from plait.broker.partitions import partition as partition_module
 from plait.broker.partitions.partition import BEGINNING
 from plait.broker.recovery import replay
@@ -25,6 +26,7 @@ from plait.broker.schedule import delayed_requests
 from plait.broker.schedule.bucketed import BucketedRows
 from plait.broker.schedule.delayed_requests import list_scheduled
 from plait.errors import PlaitError
+from plait.model.filter_terms import FilterTerms
 from plait.storage.checkpoint import DIRECTORY
 from plait.storage.producers import SHARDS, ProducerTable
 from tests.broker.ordered_node import NEWEST, keyed
@@ -40,6 +42,7 @@ class Model:
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
+        self.filters = random.Random(f"{seed} filters")
         self.node = Node(flush=self.draw.choice(("sync", "async")))
         self.producers = {subject: Producer(number) for number, subject in enumerate(SUBJECTS, 70)}
         self.tasks = 0
@@ -74,6 +77,11 @@ class Model:
     def consume(self) -> None:
         subject, group = self.subject(), self.draw.choice(("g", "h"))
         consumer = self.node.attach(subject, group, self.draw.choice(("c1", "c2")))
+        if group == "h" and self.filters.random() < 0.3:
+            version = consumer.group.definition.filter_version + 1
+            terms = self.filters.choice((None, FilterTerms(where="key = 'k1'"), FilterTerms(where="key IS NULL")))
+            set_group_filter(self.node.broker, consumer.group, GroupFilter(terms, version=version))
+            consumer = self.node.attach(subject, group, consumer.client)
         ranges = self.node.pull(consumer, 5).ranges
         for start, end, _ in ranges:
             what = self.draw.random()

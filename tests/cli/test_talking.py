@@ -159,6 +159,11 @@ def test_a_group_is_described_and_moved(node: Serving, here: Here, subject: str)
     changed = json_of(group("set", subject, "readers", "--attempts", "3", "--steps", "1s,5m", "-o", "json"))
     assert (changed["retry"]["attempts"], changed["retry"]["steps"]) == (3, [1.0, 300.0])
     assert b"within 86400 s" in group("set", subject, "readers", "--attempts", "unlimited", "--expires", "1d").stdout
+    filtered = json_of(group("set", subject, "readers", "--where", "amount > 1", "--tag", "new", "-o", "json"))
+    assert (filtered["filter"]["where"], filtered["filter"]["tags"]["any"]) == ("amount > 1", ["new"])
+    assert b"where='amount > 1', tags=['new']" in group("describe", subject, "readers").stdout
+    assert b"leave --where and --tag out" in group("set", subject, "readers", "--tag", "a", "--no-filter").stderr
+    assert b"filter" not in group("set", subject, "readers", "--no-filter").stdout
     assert group("set", subject, "readers").returncode == group("set", subject, "readers", "--attempts", "x").returncode
     assert b"confirm with --yes" in group("delete", subject, "readers").stderr
     assert group("delete", subject, "readers", "--yes").returncode == 0

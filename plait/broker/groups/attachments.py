@@ -13,7 +13,13 @@ from typing import Any, Literal
 from plait.broker.broker import Broker
 from plait.broker.groups import rewinding
 from plait.broker.groups.group import AFTER_CLIENT, AttachedConsumer, Group, proof_of
-from plait.broker.groups.group_settings import change_retry, group_for, set_retry
+from plait.broker.groups.group_settings import (
+    NO_FILTER,
+    GroupFilter,
+    change_retry,
+    group_for,
+    set_retry,
+)
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.groups.waking import end_pulls, wake_group
 from plait.broker.partitions.partition import Partition
@@ -72,6 +78,7 @@ class Attachments:
         affinity: bool = False,
         token: int = 0,
         began: int = 0,
+        wanted: GroupFilter = NO_FILTER,
     ) -> AttachedConsumer:
         """Attach ``client`` to the group, in a new session. Without a group name the group is a broadcast.
 
@@ -82,6 +89,7 @@ class Attachments:
         client id.
         ``began``: the version of the route at which the group began. A partition that accepted its first rows later is
         read from its first row, whatever ``start`` is.
+        ``wanted``: the filter that the member states, or the newest one that it knows.
         """
         broker = self._broker
         broker.turn.refuse_when_stalled()
@@ -89,7 +97,7 @@ class Attachments:
         name, created = names.of_group(group_name, client), broker.clock.now()
         broadcast = group_name is None
         asked = GroupDefinition(0, partition.id, name, 0, broadcast, delivery, created, retry, ordered, affinity, began)
-        group = group_for(broker, partition, asked, start)
+        group = group_for(broker, partition, asked, start, wanted)
         now = broker.clock.monotonic()
         consumer = self._consumer(group, client, token, now)
         if retry is not None and retry != group.retry:

@@ -17,6 +17,8 @@ from xxhash import xxh3_64_intdigest
 
 from plait.clock import Clock
 from plait.errors import FrameError
+from plait.filter.message_filter import compile_filter
+from plait.filter.scan_budget import ScanBudget
 from plait.frame.view import FrameView
 from plait.limits import ServerLimits
 from plait.model.reason import Reason
@@ -93,10 +95,20 @@ class NackOutcome(NamedTuple):
 
 
 FAILURE = NackOutcome()
+
+
 #: (start, end, epoch) ranges that a request names.
 EpochRanges = list[tuple[int, int, int]]
 #: Makes dead letters of ranges of a group that a consumer (or cursor) holds; returns the ranges that must wait.
 Bury = Callable[["Group", int, list[Range], Reason], list[Range]]
+
+
+class ScanTurns(Protocol):
+    """What the filters of a broker may examine in one turn of its loop, and work for a later turn."""
+
+    budget: ScanBudget
+
+    def later(self, owner: object, work: Callable[[], None]) -> None: ...
 
 
 class Journal(Protocol):
@@ -108,6 +120,9 @@ class Journal(Protocol):
     floors: LockFloors
     epoch: int
     bury: Bury
+
+    @property
+    def scans(self) -> ScanTurns: ...
 
     def event(self, group: Group, event: Event) -> None: ...
 
@@ -136,6 +151,7 @@ class Group(ABC):
         "died_count",
         "expected",
         "failures",
+        "filtered_count",
         "id",
         "journal",
         "limits",
@@ -148,6 +164,7 @@ class Group(ABC):
         "retained",
         "used",
         "waiters",
+        "wanted",
     )
 
     def __init__(
@@ -155,6 +172,8 @@ class Group(ABC):
     ) -> None:
         #: The group's id, name and settings; only ``redefine`` changes it.
         self.definition = definition
+        #: The compiled filter; None: every row is delivered.
+        self.wanted = None if definition.filter is None else compile_filter(definition.filter)
         self.id = definition.id
         self.name = definition.name
         self.partition = partition
@@ -170,8 +189,8 @@ class Group(ABC):
         self.waiters: dict[Waiter, None] = {}
         #: When ``Retries`` examines waiting rows next, in microseconds; 0: it need not.
         self.expected = 0
-        #: Messages delivered again.
-        self.redelivered_count = 0
+        #: Messages that the filter left out; messages delivered again.
+        self.filtered_count = self.redelivered_count = 0
         #: Messages that became dead letters since the start of the broker.
         self.died_count = 0
         #: Messages that retention or damage removed before they were done.
@@ -186,6 +205,7 @@ class Group(ABC):
     def redefine(self, definition: GroupDefinition) -> None:
         """Change the group's settings."""
         self.definition = definition
+        self.wanted = None if definition.filter is None else compile_filter(definition.filter)
         self.partition.redefined()
 
     def add(self, consumer: AttachedConsumer) -> None:

@@ -1,9 +1,9 @@
-"""The settings of groups: creating a group, refusing members that ask for other settings, changing the retry policy."""
+"""The settings of groups: creating a group, refusing members that ask for other settings, changing settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -12,9 +12,24 @@ from plait.broker.groups.group import AFTER_CLIENT, Group
 from plait.broker.groups.ordered.ordered_group import new_group
 from plait.broker.partitions.partition import Partition
 from plait.errors import GroupMismatch, InvalidArgument, LimitExceeded
+from plait.filter.message_filter import compile_filter
 from plait.model import names
+from plait.model.filter_terms import FilterTerms
 from plait.model.retry_policy import Retry
 from plait.storage.logs.action_log import GroupDefinition
+
+
+class GroupFilter(NamedTuple):
+    """The filter that a member of a group asks for, or that an operator sets."""
+
+    terms: FilterTerms | None
+    #: False if the member states no filter: ``terms`` is the newest one that it knows.
+    stated: bool = False
+    #: The version of the newest filter that the member knows.
+    version: int = 0
+
+
+NO_FILTER: Final = GroupFilter(None)
 
 
 def resolve_start(partition: Partition, start: Any) -> int:
@@ -31,7 +46,9 @@ def resolve_start(partition: Partition, start: Any) -> int:
     raise InvalidArgument(f"start {start!r} is not valid; use 'earliest', 'latest', a sequence or a time")
 
 
-def group_for(broker: Broker, partition: Partition, asked: GroupDefinition, start: Any) -> Group:
+def group_for(
+    broker: Broker, partition: Partition, asked: GroupDefinition, start: Any, wanted: GroupFilter = NO_FILTER
+) -> Group:
     """The group that a member asks for.
 
     If the partition has no group of that name, it is created and begins at ``start`` (or at the earliest message, if
@@ -39,16 +56,31 @@ def group_for(broker: Broker, partition: Partition, asked: GroupDefinition, star
 
     ``GroupMismatch`` if the group has other settings.
     """
+    if wanted.terms is not None:
+        compile_filter(wanted.terms)
     group = partition.groups.get(asked.name)
     if group is None:
-        return _create(broker, partition, asked, start)
+        version = max(wanted.version, 0 if wanted.terms is None else 1)
+        filtered = msgspec.structs.replace(asked, filter=wanted.terms, filter_version=version)
+        return _create(broker, partition, filtered, start)
     has = group.definition
     if has.delivery != asked.delivery:
         raise _mismatch(group, f"delivery={has.delivery!r}", repr(asked.delivery), has.delivery, asked.delivery)
     if (has.ordered, has.affinity) != (asked.ordered, asked.affinity):
-        sharing, wanted = names.sharing(has.ordered, has.affinity), names.sharing(asked.ordered, asked.affinity)
-        raise _mismatch(group, sharing, wanted, sharing, wanted)
+        sharing, other = names.sharing(has.ordered, has.affinity), names.sharing(asked.ordered, asked.affinity)
+        raise _mismatch(group, sharing, other, sharing, other)
+    if wanted.version > has.filter_version or (has.broadcast and wanted.terms != has.filter):
+        # The filter was changed while this partition could not be reached, or before the partition was added to the
+        # route. A broadcast group has no other member.
+        _set_filter(broker, group, wanted.terms, max(wanted.version, has.filter_version))
+    elif wanted.stated and wanted.terms != has.filter:
+        own, other = _described(has.filter), _described(wanted.terms)
+        raise _mismatch(group, own, other, own, other)
     return group
+
+
+def _described(terms: FilterTerms | None) -> str:
+    return "no filter" if terms is None else f"the filter {terms}"
 
 
 def _mismatch(group: Group, shown: str, wanted: str, has: str, asked: str) -> GroupMismatch:
@@ -108,5 +140,37 @@ def change_retry(broker: Broker, group: Group, client: str, retry: Retry) -> Non
 def set_retry(broker: Broker, group: Group, retry: Retry) -> None:
     """Change the retry policy."""
     group.redefine(msgspec.structs.replace(group.definition, retry=retry))
+    broker.turn.define(group.definition)
+    broker.turn.touch(group.partition)
+
+
+def set_group_filter(broker: Broker, group: Group, wanted: GroupFilter) -> Group:
+    """Change the filter as an operator asks. ``GroupMismatch`` if it was changed at the same time.
+
+    The sessions of the members end, so that they attach again: members that state another filter are refused.
+    """
+    if wanted.terms is not None:
+        compile_filter(wanted.terms)
+    has = group.definition
+    if wanted.version < has.filter_version or (wanted.version == has.filter_version and wanted.terms != has.filter):
+        raise GroupMismatch(
+            f"the filter of group {group.name!r} of {group.partition.row.subject!r} was changed at the same time; "
+            "look at it and try again",
+            subject=group.partition.row.subject,
+            group=group.name,
+            has=_described(has.filter),
+            asked=_described(wanted.terms),
+        )
+    _set_filter(broker, group, wanted.terms, wanted.version)
+    for consumer in group.consumers.values():
+        broker.sessions.pop(consumer.session, None)
+        consumer.connected = False
+    for waiter in list(group.waiters):
+        waiter.time_out()
+    return group
+
+
+def _set_filter(broker: Broker, group: Group, terms: FilterTerms | None, version: int) -> None:
+    group.redefine(msgspec.structs.replace(group.definition, filter=terms, filter_version=version))
     broker.turn.define(group.definition)
     broker.turn.touch(group.partition)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from plait.broker.groups.filtered_rows import match_scattered, may_scan
 from plait.broker.groups.group import AttachedConsumer
 from plait.broker.partitions.partition import Delivery
 from plait.errors import FrameError
@@ -49,6 +50,13 @@ def take_scattered(
     if not heads or (len(heads) < 2 and not frame.has(Column.SELECTION)):
         return False
     try:
+        if group.wanted is not None and not heads[0].attempt:
+            if not may_scan(group):
+                return None
+            heads, mask = match_scattered(group, frame, heads)
+            if not heads:
+                return True
+            rows = int(mask.sum())
         piece = slice_mask(frame, mask)
     except FrameError:
         # ``Partition.read`` deals with damage.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+from plait.broker.groups.filtered_rows import take_matching
 from plait.broker.groups.group import (
     FAILURE,
     LOST_ATTEMPTS_MIN,
@@ -23,6 +24,7 @@ from plait.storage.logs.action_events import (
     Acked,
     Buried,
     Event,
+    Filtered,
     Nacked,
     Pulled,
     Purged,
@@ -95,8 +97,11 @@ class SharedGroup(Group):
                 continue
             if start >= partition.visible or start >= end:
                 break
-            # The first frame is delivered whatever its size; later ones must fit the size limit. An at-most-once group
-            # verifies rows at the first delivery, as there is no second one.
+            if self.wanted is not None and not attempt:
+                if take_matching(self, consumer, (start, end), count, size, delivery):
+                    continue
+                break
+            # The first frame is delivered whatever its size. An at-most-once group verifies rows at the first delivery.
             some, again = not delivery.count, attempt > 0 or self.once
             room = size - delivery.weight
             batch = partition.read(log, start, end, count - delivery.count, room, some=some, again=again)
@@ -120,7 +125,7 @@ class SharedGroup(Group):
             delivery.size += batch.size
             delivery.weight += batch.size + batch.inflated
             if batch.end < end:
-                # The room is used up. Another read would return one frame whatever its size.
+                # Another read would return one frame whatever its size.
                 break
         return delivery if delivery.count else None
 
@@ -324,6 +329,9 @@ class SharedGroup(Group):
                 self.lost_count += count
                 for piece in lost:
                     failures.forget(piece.start, piece.end)
+            case Filtered():
+                cursor.settled(start, end)
+                self.filtered_count += end - start
             case Buried():
                 self.buried(event.holder, start, end, event.attempt, time)
             case Revived():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from plait.errors import DamageError, FrameError
+from plait.filter.message_filter import Filter
 from plait.frame.columns import Column
 from plait.frame.header import PREFIX
 from plait.frame.view import FrameView
@@ -35,37 +36,41 @@ class FrameKeys(NamedTuple):
 
 
 class KnownRows:
-    """A cache of the keys of frames, shared by all partitions of a broker. Evicts the least recently used frame."""
+    """A cache of facts about the rows of frames, shared by all partitions of a broker.
+
+    Evicts the facts about the least recently used frame.
+    """
 
     __slots__ = ("_known", "_limit", "_rows")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        #: (number of the partition's cache, first sequence of the frame) → keys.
-        self._known: OrderedDict[tuple[int, int], FrameKeys] = OrderedDict()
+        #: (number of the partition's cache, first sequence of the frame, subject) → (facts, number of rows).
+        self._known: OrderedDict[tuple[int, int, Filter | None], tuple[Any, int]] = OrderedDict()
         self._rows = 0
 
     @property
     def rows(self) -> int:
-        """How many rows are cached, 10 bytes each."""
+        """How many rows are cached, at most 10 bytes each."""
         return self._rows
 
-    def get(self, place: tuple[int, int]) -> FrameKeys | None:
-        keys = self._known.get(place)
-        if keys is not None:
-            self._known.move_to_end(place)
-        return keys
+    def get(self, place: tuple[int, int, Filter | None]) -> Any:
+        known = self._known.get(place)
+        if known is None:
+            return None
+        self._known.move_to_end(place)
+        return known[0]
 
-    def put(self, place: tuple[int, int], keys: FrameKeys) -> None:
-        self._known[place] = keys
-        self._rows += len(keys.lps)
+    def put(self, place: tuple[int, int, Filter | None], facts: Any, rows: int) -> None:
+        self._known[place] = facts, rows
+        self._rows += rows
         while self._rows > self._limit and len(self._known) > 1:
-            _, gone = self._known.popitem(last=False)
-            self._rows -= len(gone.lps)
+            _, (_, gone) = self._known.popitem(last=False)
+            self._rows -= gone
 
 
 class KeyCache:
-    """The keys of one partition's frames."""
+    """The keys of one partition's frames, and the rows that match filters."""
 
     __slots__ = ("_lps_of", "_number", "_rows")
 
@@ -78,7 +83,19 @@ class KeyCache:
         self._number = next(self._numbers)
 
     def known(self, base: int) -> FrameKeys | None:
-        return self._rows.get((self._number, base))
+        found: FrameKeys | None = self._rows.get((self._number, base, None))
+        return found
+
+    def matching(self, frame: FrameView, wanted: Filter) -> npt.NDArray[np.bool_]:
+        """A mask of the rows that match a filter. Several owners of an ordered group examine the same frame."""
+        if frame.has(Column.SELECTION):
+            return wanted.rows(frame)
+        place = (self._number, frame.base, wanted)
+        found: npt.NDArray[np.bool_] | None = self._rows.get(place)
+        if found is None:
+            found = wanted.rows(frame)
+            self._rows.put(place, found, frame.count)
+        return found
 
     def of(self, frame: FrameView) -> FrameKeys:
         whole = not frame.has(Column.SELECTION)
@@ -89,7 +106,7 @@ class KeyCache:
         # A copy: the cache must not keep a segment's mapping open.
         keys = FrameKeys(self._lps_of(frame.sequences(), hashes), None if hashes is None else hashes.copy())
         if whole:
-            self._rows.put((self._number, frame.base), keys)
+            self._rows.put((self._number, frame.base, None), keys, len(keys.lps))
         return keys
 
 

@@ -50,6 +50,7 @@ class GroupState(msgspec.Struct, array_like=True):
     lost_count: int
     lost_estimated: bool
     used: int
+    filtered_count: int = 0
 
 
 class PartitionState(msgspec.Struct, array_like=True):
@@ -110,6 +111,7 @@ def _dump_group(group: Group) -> GroupState:
         group.lost_count,
         group.lost_estimated,
         group.used,
+        group.filtered_count,
     )
 
 
@@ -124,6 +126,7 @@ def load_groups(state: PartitionState, partition: Partition, turn: Turn, last_co
         group.lost_count = entry.lost_count
         group.lost_estimated = entry.lost_estimated
         group.used = entry.used
+        group.filtered_count = entry.filtered_count
         for consumer in entry.consumers:
             group.add(AttachedConsumer(consumer.id, group, consumer.client, last_contact, consumer.proof))
         if isinstance(group, OrderedGroup):

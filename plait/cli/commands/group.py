@@ -75,6 +75,7 @@ def describe(subject: Subject, group: Group, /, *, partition: Partition = None, 
             ("kind", kind_of(found)),
             ("delivery", found.delivery.replace("_", " ")),
             ("retry", f"failed messages wait {found.retry}"),
+            *_filter_facts(found),
             ("lag", f"{_about(found.estimated)}{found.lag:,} not done yet"),
             ("next", f"{found.next} is delivered next; everything before {found.floor} is done"),
             ("unacked", f"{_about(found.estimated)}{found.unacked:,} held by consumers"),
@@ -82,6 +83,7 @@ def describe(subject: Subject, group: Group, /, *, partition: Partition = None, 
             ("waiting", f"{found.waiting:,} failed and wait for their next attempt"),
             ("dead", f"{found.dead:,} dead letters (plait dlq)"),
             ("redelivered", f"{found.redelivered:,} in total"),
+            *([("filtered", f"{found.filtered:,} left out by the filter")] if found.filter or found.filtered else []),
             (
                 "lost",
                 f"{_about(found.lost_estimated)}{found.lost:,} removed by retention or damage before they were done",
@@ -139,9 +141,15 @@ def set_(
     expires: Annotated[
         str | None, described("A message that fails this long after it was sent is dead, as in 1d.")
     ] = None,
+    where: Annotated[str | None, described("Deliver only messages that match, as in \"city = 'BJS'\".")] = None,
+    tag: Annotated[list[str] | None, described("Only messages with this tag; give it again for another one.")] = None,
+    no_filter: Annotated[bool, described("Deliver all messages.")] = False,
     node: NodeOptions = NODE,
 ) -> None:
-    """Change the retry policy of a group without connected consumers; omitted values stay unchanged."""
+    """Change the retry policy of a group without connected consumers, or the filter of a group.
+
+    Omitted retry values stay unchanged. --where and --tag together replace the filter.
+    """
     changed: dict[str, Any] = {}
     if attempts is not None:
         changed["attempts"] = None if attempts == "unlimited" else whole_of(attempts, "--attempts")
@@ -152,16 +160,31 @@ def set_(
             changed[name] = duration_of(value)
     if steps is not None:
         changed["steps"] = tuple(duration_of(step.strip()) for step in steps.split(",") if step.strip())
-    if not changed:
-        raise InvalidArgument("nothing to change; use --attempts, --first, --factor, --longest, --steps or --expires")
+    filtered = where is not None or bool(tag)
+    if filtered and no_filter:
+        raise InvalidArgument("--no-filter removes the filter; leave --where and --tag out")
+    if not (changed or filtered or no_filter):
+        raise InvalidArgument(
+            "nothing to change; use --attempts, --first, --factor, --longest, --steps, --expires, --where, --tag or "
+            "--no-filter"
+        )
 
     async def work(client: Client) -> GroupInfo:
-        before = await client.admin.group(subject, group)
-        return await client.admin.set_group(subject, group, retry=replace(before.retry, **changed))
+        admin = client.admin
+        found = await admin.group(subject, group)
+        if changed:
+            found = await admin.set_group(subject, group, retry=replace(found.retry, **changed))
+        if filtered or no_filter:
+            found = await admin.set_group_filter(subject, group, where=where, tags=tag)
+        return found
 
     found = node.run(work)
     facts = [("subject", subject), ("group", group), ("retry", f"failed messages wait {found.retry}")]
-    print_result(node.output, found, facts)
+    print_result(node.output, found, [*facts, *_filter_facts(found)])
+
+
+def _filter_facts(group: GroupInfo) -> list[tuple[str, str]]:
+    return [] if group.filter is None else [("filter", str(group.filter))]
 
 
 @app.command

@@ -19,6 +19,7 @@ from plait.client.net.admin_calls import Partition
 from plait.client.types import PartitionName
 from plait.errors import GroupNotFound, InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
+from plait.model.filter_terms import TagFilter, filter_terms
 from plait.model.logical_partitions import NumberedRun
 from plait.model.retry_policy import Retry
 from plait.wire.admin import cluster, subjects
@@ -133,7 +134,9 @@ def _table(runs: Iterable[NumberedRun]) -> npt.NDArray[np.int64]:
 
 
 #: The fields that are summed over the partitions of a subject. A consumer at several partitions is counted once.
-_GROUP_SUMS: Final = [f.name for f in msgspec.structs.fields(GroupInfo) if f.type is int and f.name != "online"]
+_GROUP_SUMS: Final = [
+    f.name for f in msgspec.structs.fields(GroupInfo) if f.type is int and f.name not in ("online", "filter_version")
+]
 
 
 class Admin(DeadAdmin, ScheduleAdmin, ParkedAdmin, RewindAdmin, TransactionAdmin):
@@ -245,6 +248,25 @@ class Admin(DeadAdmin, ScheduleAdmin, ParkedAdmin, RewindAdmin, TransactionAdmin
         await self._each(await self._places(subject), subjects.SET_GROUP, group=group, retry=retry)
         return await self.group(subject, group)
 
+    async def set_group_filter(
+        self,
+        subject: str,
+        group: str,
+        *,
+        where: str | None = None,
+        tags: TagFilter | str | Iterable[str] | None = None,
+    ) -> GroupInfo:
+        """Change the filter of a group; without ``where`` and ``tags`` it gets every message.
+
+        The filter applies to messages that no member has begun. Members without a filter of their own follow; a member
+        that states another one fails with ``GroupMismatch``.
+        """
+        wanted, places = filter_terms(where, tags), await self._places(subject)
+        known = [info for _, info in await self._each(places, subjects.DESCRIBE_GROUP, group=group)]
+        version = 1 + max(info.filter_version for info in known)
+        await self._each(places, subjects.SET_GROUP_FILTER, group=group, filter=wanted, version=version)
+        return await self.group(subject, group)
+
     async def delete_group(self, subject: str, group: str) -> None:
         """Delete an idle group, its position and its dead letters, permanently; ``GroupBusy`` while it has consumers.
 
@@ -331,8 +353,11 @@ def _merged_group(parts: list[GroupInfo]) -> GroupInfo:
             known.held + consumer.held,
             known.locks + consumer.locks,
         )
+    newest = max(parts, key=lambda part: part.filter_version)
     return msgspec.structs.replace(
         parts[0],
+        filter=newest.filter,
+        filter_version=newest.filter_version,
         consumers=list(consumers.values()),
         online=sum(consumer.online for consumer in consumers.values()),
         estimated=any(part.estimated for part in parts),

@@ -32,6 +32,7 @@ from plait.client.types import HeaderValue, Receipt, Ticket
 from plait.errors import Closed, InvalidArgument
 from plait.limits import ClientLimits
 from plait.model import names
+from plait.model.filter_terms import TagFilter, filter_terms
 from plait.model.retry_policy import Retry
 from plait.model.subject_patterns import SubjectPatterns
 
@@ -129,6 +130,8 @@ class App:
         ordered: bool = False,
         affinity: Literal["key"] | None = None,
         handling: Duration | None = None,
+        tags: TagFilter | str | Iterable[str] | None = None,
+        where: str | None = None,
         undecodable: Literal["reject", "retry"] = "reject",
     ) -> Callable[[Function], Function]:
         """Decorates a handler, ``def`` (run in a thread) or ``async def``.
@@ -138,18 +141,16 @@ class App:
         (bytes, str, dict, a msgspec struct, a dataclass, a pydantic model). With ``batch=n`` the handler gets lists of
         up to n. ``concurrency`` is the number of calls that run at a time. A call that takes longer than ``timeout``
         fails; an ``async def`` is cancelled then. With ``suspend`` any failure suspends the handler for that long, as
-        ``plait.Suspend`` does. With ``ordered`` or ``affinity`` messages of one key are handled one after another,
-        however many calls run. A body that does not decode into the annotation becomes a dead letter at once; with
-        ``undecodable="retry"`` it is retried as any failure is. The other arguments are those of ``client.consumer``.
+        ``plait.Suspend`` does. With ``ordered`` or ``affinity`` messages of one key are handled one after another. A
+        body that does not decode is dead at once; with ``undecodable="retry"`` it is retried. The others: ``consumer``.
         """
         group = None if broadcast else group or self.group
         if group is None and not broadcast:
             raise InvalidArgument(
                 f"subscriber of {subject!r} has no group; pass group= here or to App(...), or pass broadcast=True"
             )
-        arguments = ConsumerArguments(
-            subject, group, broadcast, delivery, start, prefetch, retry, ordered, affinity, handling
-        )
+        basics = (subject, group, broadcast, delivery, start, prefetch, retry, ordered, affinity, handling)
+        arguments = ConsumerArguments(*basics, filter_terms(where, tags))
         arguments.checked()
         for name, value in (("batch", batch), ("concurrency", concurrency), ("prefetch", prefetch)):
             _check_count(name, value)

@@ -51,6 +51,7 @@ class SyncAdmin(Blocking[Admin]):
     group = blocking(Admin.group)
     rewind_group = blocking(Admin.rewind_group)
     set_group = blocking(Admin.set_group)
+    set_group_filter = blocking(Admin.set_group_filter)
     delete_group = blocking(Admin.delete_group)
     server = blocking(Admin.server)
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import NamedTuple
 
 from plait import tasks
 from plait.client.blocking.row_handover import RowHandover
 from plait.client.closing import all_of
 from plait.client.consume.ack_spool import AckSpool
+from plait.client.consume.attaching import attach_some, first_route
 from plait.client.consume.delivered import Piece
 from plait.client.consume.failure import UNBEGUN
 from plait.client.consume.group_start import find_start_version
@@ -26,9 +27,10 @@ from plait.client.consume.pull_client import PullClient
 from plait.client.consume.terms import Terms
 from plait.client.net.router import Router, SubjectRoute
 from plait.client.types import PartitionName
-from plait.errors import PlaitError, StaleRoute, SubjectNotFound, Unavailable
+from plait.errors import PlaitError, StaleRoute, SubjectNotFound
 from plait.limits import ClientLimits
 from plait.model.logical_partitions import LpSet
+from plait.wire import messages as m
 
 log = logging.getLogger("plait.client")
 
@@ -138,13 +140,13 @@ class Fetcher(Arrivals):
         self.router.users.append(self._uses)
         deadline = loop.time() + self.limits.request_seconds
         while True:
-            route = await _first_route(self.router, self.subject, self.terms.creates, deadline)
+            route = await first_route(self.router, self.subject, self.terms.creates, deadline)
             try:
                 version = await find_start_version(self.router, route, self.terms, self.limits, deadline)
                 self.terms = self.terms._replace(began=version)
                 self._add_clients(route, self.terms)
                 self._retire_others(route)
-                return await _attach_some(self.clients, self.limits, deadline)
+                return await attach_some(self.clients, self.limits, deadline)
             except StaleRoute:
                 # The cached route was old, and a partition has left it. Retry if there is a newer route.
                 if self.router.known(self.subject) is route:
@@ -155,8 +157,27 @@ class Fetcher(Arrivals):
         for client in self.clients:
             client.start()
         self.following = True
+        self._agree_on_filter()
+        for client in self.clients:
+            client.pull()
         # The route may have changed while the consumer opened.
         self.follow(self.router.known(self.subject))
+
+    def learn_filter(self, attached: m.AttachReply) -> bool:
+        """Note the filter of the group in a partition. Returns False if the partition must not pull yet."""
+        self.terms = self.terms.learned(attached)
+        if self.following:
+            self._agree_on_filter()
+        # While the consumer opens, another partition may yet have a newer filter.
+        return self.following or len(self.clients) == 1
+
+    def _agree_on_filter(self) -> None:
+        """Attach again to the partitions where the group has an older filter; they adopt the newest one."""
+        for client in self.clients:
+            if client.session is not None and client.session.reply.filter_version < self.terms.filter_version:
+                if not client._token:
+                    client.session.end()
+                client.lost()
 
     def _uses(self, subject: str) -> bool:
         return subject == self.subject
@@ -348,51 +369,6 @@ class Fetcher(Arrivals):
         self.wake()
 
 
-async def _first_route(router: Router, subject: str, creates: bool, deadline: float) -> SubjectRoute:
-    while True:
-        try:
-            return await router.route(subject, create=creates)
-        except Unavailable:
-            if asyncio.get_running_loop().time() >= deadline:
-                raise
-
-
 def _time_out(future: asyncio.Future[bool]) -> None:
     if not future.done():
         future.set_result(False)
-
-
-async def _attach_some(clients: Collection[PullClient], limits: ClientLimits, deadline: float) -> None:
-    """Attach to all partitions. Succeeds with at least one; the others may attach later."""
-    loop = asyncio.get_running_loop()
-    waiting = [client for client in clients if client.session is None]
-    if len(clients) == len(waiting) == 1:
-        await waiting[0].attach_first(deadline - loop.time())
-        return
-    if len(waiting) < len(clients):
-        # Some were attached by an earlier call, before a partition left the route.
-        deadline = min(deadline, loop.time() + limits.attach_seconds)
-    attaching = {tasks.child(client.attach_first(deadline - loop.time()), "plait-attach") for client in waiting}
-    errors: list[BaseException] = []
-    try:
-        pending = attaching
-        while pending and (loop.time() < deadline or len(errors) + len(pending) == len(clients)):
-            # Once one partition is attached, wait for all others together.
-            some = len(errors) + len(pending) < len(clients)
-            done, pending = await asyncio.wait(
-                pending,
-                timeout=max(deadline - loop.time(), 0),
-                return_when=asyncio.FIRST_EXCEPTION if some else asyncio.FIRST_COMPLETED,
-            )
-            errors += [error for task in done if (error := task.exception()) is not None]
-            for error in errors:
-                if not isinstance(error, Unavailable):
-                    raise error
-            if done and len(errors) + len(pending) < len(clients):
-                deadline = min(deadline, loop.time() + limits.attach_seconds)
-        if len(errors) == len(clients):
-            raise errors[0]
-    finally:
-        for task in attaching:
-            task.cancel()
-        await asyncio.gather(*attaching, return_exceptions=True)

@@ -165,7 +165,8 @@ class PullClient:
         return _limited(holds + merged(self.collector.unsent), self.partition)
 
     async def _attach(self, link: Link) -> None:
-        request = self.terms.attach_request(self.partition.name, self._partition_id, self._holds(), self._token)
+        terms = self.terms.with_filter_of(self.fetcher.terms)
+        request = terms.attach_request(self.partition.name, self._partition_id, self._holds(), self._token)
         session = await ConsumerSession.start(link, request)
         if self._partition_id not in (0, session.reply.partition):
             # The subject was deleted and created again: drop its old messages and their outcomes.
@@ -177,7 +178,8 @@ class PullClient:
         self.pulls = self.asked = 0
         self.collector.attached(session)
         self._attached_as(session.reply)
-        self.pull()
+        if self.fetcher.learn_filter(session.reply):
+            self.pull()
 
     def _attached_as(self, attached: m.AttachReply) -> None:
         """A new session has started."""

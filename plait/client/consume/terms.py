@@ -10,6 +10,7 @@ from plait.client.arguments import Duration, seconds_of, start_of
 from plait.client.consume.failure import EpochRange
 from plait.errors import InvalidArgument
 from plait.model import names
+from plait.model.filter_terms import FilterTerms
 from plait.model.retry_policy import Retry
 from plait.model.settings import ShareMode
 from plait.model.subject_patterns import SubjectPatterns
@@ -30,11 +31,26 @@ class Terms(NamedTuple):
     began: int = 0
     #: True if a subject that does not exist is created.
     creates: bool = True
+    #: The filter that the consumer states, or the newest one that it knows of its group.
+    filter: FilterTerms | None = None
+    states_filter: bool = False
+    #: The version of the newest filter that it knows.
+    filter_version: int = 0
 
     @property
     def tracks(self) -> bool:
         """True if rows need outcomes. False for at_most_once: pulled rows are done unless ``close`` returns them."""
         return self.delivery != "at_most_once"
+
+    def learned(self, attached: m.AttachReply) -> Terms:
+        """The terms with the filter that the group has in a partition, if that is newer."""
+        if attached.filter_version <= self.filter_version:
+            return self
+        wanted = self.filter if self.states_filter else attached.filter
+        return self._replace(filter=wanted, filter_version=attached.filter_version)
+
+    def with_filter_of(self, newer: Terms) -> Terms:
+        return self._replace(filter=newer.filter, filter_version=newer.filter_version)
 
     def attach_request(self, name: str, partition: int, holds: list[EpochRange], token: int) -> m.AttachRequest:
         """The request that attaches the consumer to the partition ``name``, of whose rows it has the ranges ``holds``.
@@ -54,6 +70,9 @@ class Terms(NamedTuple):
             self.mode is ShareMode.AFFINITY,
             token,
             self.began,
+            self.filter,
+            self.states_filter,
+            self.filter_version,
         )
 
 
@@ -70,6 +89,7 @@ class ConsumerArguments(NamedTuple):
     ordered: bool
     affinity: str | None
     handling: Duration | None
+    filter: FilterTerms | None = None
 
     @property
     def subjects(self) -> SubjectPatterns:

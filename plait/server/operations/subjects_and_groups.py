@@ -9,9 +9,11 @@ from functools import partial
 
 import msgspec
 
+from plait.broker.groups.group_settings import GroupFilter, set_group_filter
 from plait.broker.partitions.partition import Partition
 from plait.broker.views import group_view, subject_view
 from plait.errors import InvalidArgument
+from plait.frame.header import SEQUENCE_MAX
 from plait.model import names
 from plait.model.settings import SubjectSettings
 from plait.server.broker_host import BrokerHost
@@ -23,6 +25,7 @@ from plait.wire.admin.subjects import (
     GroupInfo,
     OfSubject,
     OfSubjects,
+    SetGroupFilter,
     SetSubject,
     SubjectDetails,
 )
@@ -74,6 +77,13 @@ def rewind(host: BrokerHost, request: RewindGroup, answer: Answer) -> None:
         host.broker.turn.answer_after_commit(done)
     else:
         host.broker.turn.answer_after_commit(partial(host.report, partition, done))
+
+
+def set_filter(host: BrokerHost, request: SetGroupFilter) -> GroupInfo:
+    if not 0 < request.version < SEQUENCE_MAX:
+        raise InvalidArgument(f"{request.version} is not a version of a filter")
+    group = host.membership.group(request.subject, request.group)
+    return group_view(set_group_filter(host.broker, group, GroupFilter(request.filter, version=request.version)))
 
 
 def list_groups(host: BrokerHost, request: OfSubjects) -> list[GroupInfo]:

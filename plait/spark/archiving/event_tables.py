@@ -99,7 +99,7 @@ DEATH_SCHEMA: Final = pa.schema(
 #: Action number → name. An action of a later version is named after its number.
 _KNOWN: Final = {int(action): action.name.lower() for action in Action}
 _HAS_DUE: Final = np.isin(np.arange(256), actions_with("due"))
-_HAS_VALUE: Final = np.isin(np.arange(256), actions_with("lost", "lock_epoch", "to", "key_hash"))
+_HAS_VALUE: Final = np.isin(np.arange(256), actions_with("lost", "lock_epoch", "to", "key_hash", "rows"))
 #: In an ordered group these actions name a consumer; all others name a cursor.
 _OF_CONSUMERS: Final = np.isin(np.arange(256), actions_with("consumer"))
 

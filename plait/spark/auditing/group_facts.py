@@ -18,7 +18,7 @@ from plait.storage.logs.action_log import ConsumerDefinition, Definition, GroupD
 #: Actions that change which cursor of an ordered group a row belongs to.
 _CHANGES_CURSORS: Final = np.isin(np.arange(256), [Action.MOVE, Action.HOLD, Action.JOIN, Action.REWIND])
 _GONE: Final = np.isin(np.arange(256), [Action.OFFLINE, Action.FORGET_CONSUMER])
-_MOVES_SCAN: Final = np.isin(np.arange(256), [Action.PULL, Action.ACK, Action.BURY, Action.SKIP])
+_MOVES_SCAN: Final = np.isin(np.arange(256), [Action.PULL, Action.ACK, Action.BURY, Action.SKIP, Action.FILTERED])
 _NAMES_ROWS: Final = np.isin(np.arange(256), [Action.PULL, Action.ACK, Action.NACK, Action.BURY])
 AT_MOST_ONCE: Final = "at_most_once"
 STRICT: Final = "strict"

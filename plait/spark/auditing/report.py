@@ -75,7 +75,9 @@ class GroupAudit(msgspec.Struct, kw_only=True):
     acked: int
     dead: int
     expired: int
-    #: Neither acked, dead nor expired: held by consumers, waiting for redelivery, or not delivered yet.
+    #: Left out by the filter of the group.
+    filtered: int
+    #: None of these: held by consumers, waiting for redelivery, or not delivered yet.
     unacked: int
     in_flight: int
     returned: int

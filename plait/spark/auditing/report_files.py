@@ -56,7 +56,18 @@ _BAR: Final = 20
 _LABEL_MAX: Final = 28
 
 _COUNTS: Final = (
-    *("messages", "acked", "dead", "expired", "unacked", "unknown", "lost", "double_acks", "delivered_twice"),
+    *(
+        "messages",
+        "acked",
+        "dead",
+        "expired",
+        "filtered",
+        "unacked",
+        "unknown",
+        "lost",
+        "double_acks",
+        "delivered_twice",
+    ),
     *("out_of_order", "invented", "retried"),
 )
 _ORDERS: Final = {"none": "no order is promised", "strict": "strict order", "best_tried": "best-tried order"}

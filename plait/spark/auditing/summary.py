@@ -170,6 +170,7 @@ class _Summary:
             acked=fates["acked"],
             dead=fates["dead"],
             expired=fates["expired"] + gone,
+            filtered=fates["filtered"],
             unacked=fates["held"] + fates["returned"] + fates["pending"],
             in_flight=fates["held"],
             returned=fates["returned"],

@@ -38,6 +38,8 @@ class Fate(IntEnum):
     LOST = 7
     #: The log begins too late to tell.
     UNKNOWN = 8
+    #: The group's filter left it out.
+    FILTERED = 9
 
 
 @dataclass
@@ -134,7 +136,7 @@ def judge(rows: BlockRows, events: Events, found: Touches, group: GroupFacts) ->
         last = touched.last(touched.current & np.isin(action, (Action.ACK, Action.NACK)))
         acked &= ~touched.is_any(last, Action.NACK)
     fates[acked] = Fate.ACKED
-    settled = touched.first(is_ack | np.isin(action, (Action.BURY, Action.SKIP)))
+    settled = touched.first(is_ack | np.isin(action, (Action.BURY, Action.SKIP, Action.FILTERED)))
     first_acks = touched.first(is_ack)
     if group.ordered and not group.whole:
         # Events name cursors, and the rows of each cursor are not known where the log begins.
@@ -149,7 +151,7 @@ def judge(rows: BlockRows, events: Events, found: Touches, group: GroupFacts) ->
         _find_duplicates(verdict, touched, group, delivered, old)
     verdict.acked_at = touched.pick(touched.offset, acks, NEVER)
     excused = touched.any(np.isin(action, (Action.BURY, Action.REVIVE, Action.SKIP)))
-    excused |= np.isin(fates, (Fate.OUTSIDE, Fate.DEAD, Fate.EXPIRED, Fate.UNKNOWN)) | old
+    excused |= np.isin(fates, (Fate.OUTSIDE, Fate.DEAD, Fate.EXPIRED, Fate.FILTERED, Fate.UNKNOWN)) | old
     if not group.strict:
         # Later messages of a key are delivered while a failed one waits, and while an unacked one is redelivered.
         excused |= touched.any(failed) | (acks < 0)
@@ -170,11 +172,12 @@ def _fates(rows: BlockRows, touched: _TouchColumns, group: GroupFacts, old: Flag
         fates[sequences < group.passed] = Fate.LOST
     fates[old] = Fate.UNKNOWN
     fates[sequences < group.start] = Fate.OUTSIDE
-    moves = touched.current & np.isin(action, (Action.PULL, Action.NACK, Action.REVIVE, Action.RETURN))
+    moves = touched.current & np.isin(action, (Action.PULL, Action.NACK, Action.REVIVE, Action.RETURN, Action.FILTERED))
     last = touched.last(moves)
     held = touched.is_any(last, Action.PULL)
     fates[last >= 0] = Fate.RETURNED
     fates[held] = Fate.HELD
+    fates[touched.is_any(last, Action.FILTERED)] = Fate.FILTERED
     if held.any():
         at = last[held]
         gone = _gone_between(touched.client[at], touched.place[at], np.full(len(at), NEVER), group)

@@ -37,6 +37,7 @@ class Action(IntEnum):
     PARK = 17
     RESUME = 18
     RETURN = 19
+    FILTERED = 20
     TRANSACTION_COMMIT = 21
     TRANSACTION_ROLLBACK = 22
     TRANSACTION_CHECK = 23
@@ -255,6 +256,18 @@ class Returned(DeliveryEvent):
     due: int
 
 
+class Filtered(Event):
+    """The group's filter left out all rows of the cursor in [start, end): they are done without a delivery."""
+
+    action, layout = Action.FILTERED, Struct("<IIB3xIQQq")
+    #: 0 for a shared group.
+    cursor: int
+    start: int
+    end: int
+    #: How many rows of the cursor.
+    rows: int
+
+
 class TransactionCommitted(Event):
     """The transaction is committed: its half messages are published. The group of these four kinds is 0."""
 
@@ -285,7 +298,7 @@ class TransactionParked(Event):
 
 
 #: Events about the rows [start, end) of the group's partition.
-RowEvent = Pulled | Acked | Nacked | Skipped | Buried | Revived | Purged | Returned
+RowEvent = Pulled | Acked | Nacked | Skipped | Buried | Revived | Purged | Returned | Filtered
 #: Events about a transaction.
 TransactionEvent = TransactionCommitted | TransactionRolledBack | TransactionChecked | TransactionParked
 OF_ROWS = frozenset(kind.action for kind in get_args(RowEvent))

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from plait.frame.columns import Column
 from plait.frame.view import FrameView
+from plait.model.filter_terms import FilterTerms
 from plait.model.retry_policy import Retry
 from plait.storage.logs.action_events import EVENT
 from plait.storage.logs.segment import HeaderRows, header_rows
@@ -47,6 +48,10 @@ class GroupDefinition(msgspec.Struct, tag="group", frozen=True):
     affinity: bool = False
     #: The version of the subject's route when the group was created, in this partition or another one.
     began: int = 0
+    #: What a message must be like to be delivered; None: every message is.
+    filter: FilterTerms | None = None
+    #: How often the filter was set, in all partitions: the filter with the highest number is the newest.
+    filter_version: int = 0
 
 
 class ConsumerDefinition(msgspec.Struct, tag="consumer", frozen=True):

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from plait.model.filter_terms import FilterTerms
 from plait.model.retry_policy import Retry
 from plait.wire.admin.operation import Nothing, Operation, Request
 
@@ -65,6 +66,12 @@ class GroupInfo(msgspec.Struct, frozen=True):
     #: The messages of an ordered group's members are interleaved, and counting each of them would take too long.
     estimated: bool = False
     lost_estimated: bool = False
+    #: The number of messages that the filter left out.
+    filtered: int = 0
+    #: What a message must be like to be delivered; None: every message is.
+    filter: FilterTerms | None = None
+    #: How often the filter was set.
+    filter_version: int = 0
 
 
 class SubjectDetails(msgspec.Struct, frozen=True):
@@ -174,6 +181,13 @@ class SetGroup(OfGroup):
     retry: Retry
 
 
+class SetGroupFilter(OfGroup):
+    """Change the filter of a group. ``version`` is higher than that of its filter in any partition."""
+
+    filter: FilterTerms | None
+    version: int
+
+
 LIST_SUBJECTS = Operation("subject.list", Nothing, list[SubjectInfo])
 MATCH_SUBJECTS = Operation("subject.match", MatchSubjects, MatchedSubjects)
 DESCRIBE_SUBJECT = Operation("subject.describe", OfSubject, SubjectDetails)
@@ -185,6 +199,7 @@ DESCRIBE_GROUP = Operation("group.describe", OfGroup, GroupInfo)
 GROUP_BEGAN = Operation[int | None]("group.began", Began, int | None)
 GROUP_REMEMBERED = Operation("group.remembered", AskRemembered, Remembered)
 SET_GROUP = Operation("group.set", SetGroup, GroupInfo)
+SET_GROUP_FILTER = Operation("group.filter", SetGroupFilter, GroupInfo)
 DELETE_GROUP = Operation[None]("group.delete", OfGroup)
 #: Forget the allocation and the settings of a group. True if there were any.
 FORGET_GROUP = Operation("group.forget", OfGroup, bool)

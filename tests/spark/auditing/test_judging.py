@@ -99,6 +99,7 @@ class Driven:
         self._draw = draw
         self.acked = Ranges()
         self.skipped = Ranges()
+        self.filtered = Ranges()
         self.purged = Ranges()
         #: Rows below it may still be handled after a rewind, which the audit does not judge.
         self.judged_from = 0
@@ -172,6 +173,14 @@ class Driven:
             self.group.event(Action.SKIP, 0, start, end)
             self.skipped.add(start, end, 0)
 
+    def leave_out(self) -> None:
+        start = self.cursor.next
+        end = min(start + self._draw(st.integers(1, 3)), END)
+        if start < end and not self.cursor.ready:
+            self.script.add(Action.FILTERED, 0, start, end, value=end - start)
+            self.group.event(Action.FILTERED, 0, start, end)
+            self.filtered.add(start, end, 0)
+
     def rewind(self) -> None:
         to = self._draw(st.integers(0, self.cursor.next))
         skipping = self._draw(st.booleans())
@@ -182,6 +191,7 @@ class Driven:
         self.acked.clear()
         self.skipped.clear()
         self.purged.remove(to, END)
+        self.filtered.clear()
 
     def expected(self) -> list[Fate]:
         """The fate of each row by the group."""
@@ -197,6 +207,8 @@ class Driven:
                 fates.append(Fate.ACKED)
             elif there(self.failures.dead) or (there(self.purged) and row < self.cursor.next):
                 fates.append(Fate.DEAD)
+            elif there(self.filtered):
+                fates.append(Fate.FILTERED)
             elif there(self.skipped):
                 fates.append(Fate.EXPIRED)
             elif any(there(held) for held in self.cursor.held.values()):
@@ -210,7 +222,7 @@ class Driven:
         return fates
 
 
-STEPS = ["pull", "pull", "ack", "ack", "nack", "bury", "offline", "revive", "purge", "skip", "rewind"]
+STEPS = ["pull", "pull", "ack", "ack", "nack", "bury", "offline", "revive", "purge", "skip", "leave_out", "rewind"]
 
 
 @settings(deadline=None)

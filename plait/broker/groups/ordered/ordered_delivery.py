@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import takewhile
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,18 +14,14 @@ import numpy.typing as npt
 
 from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.ordered.cursor_set import CursorSet
+from plait.broker.groups.ordered.frame_pieces import LOOK_MAX, Chooser, FramePiece, RowTake, cut_matching, cut_out
 from plait.broker.groups.ordered.in_flight import InFlightRows
-from plait.broker.groups.ordered.row_reader import RowCounter, RowReader, Sequences
-from plait.broker.partitions.frame_search import FrameKeys
+from plait.broker.groups.ordered.left_out import LeftOutRows
+from plait.broker.groups.ordered.row_reader import RowCounter, RowReader
 from plait.broker.partitions.partition import Delivery
-from plait.errors import FrameError
-from plait.frame.builder import Buffer
-from plait.frame.columns import Column
 from plait.frame.header import SEQUENCE_MAX
-from plait.frame.slicing import slice_mask, slice_rows
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.logical_partitions import LpSet
 from plait.storage.cursor import Cursor
 from plait.storage.ranges import joined
 
@@ -35,79 +30,6 @@ JOIN_ALWAYS = 16
 JOIN_EVERY = 8
 #: The most rows that one pull delivers of a key that has not caught up (``CursorSet.behind``).
 KEY_ROWS_MAX = 100
-#: The most rows that one pull examines. A pull that found none by then gets an empty delivery; the consumer pulls
-#: again.
-LOOK_MAX = 1 << 20
-
-
-class FramePiece(NamedTuple):
-    """Chosen rows of a frame, with sequences in [first, last). The frame was examined up to ``end``."""
-
-    first: int
-    last: int
-    end: int
-    rows: int
-    size: int
-    #: ``size``, and what its compressed columns inflate to.
-    weight: int
-    parts: list[Buffer]
-    #: The indexes of the rows in the frame.
-    places: Sequences
-
-
-class RowTake(msgspec.Struct, eq=False):
-    """One pull, while it is served. It ends at this many rows, or about this many bytes."""
-
-    rows: int
-    size: int
-    delivery: Delivery
-    looked: int = 0
-    #: True if a piece did not fit, so that the pull ends. The next pull delivers this piece first, whatever its size.
-    full: bool = False
-
-    @property
-    def more(self) -> bool:
-        """True if there is room for more rows, and the pull has not examined too many."""
-        delivery = self.delivery
-        fits = not self.full and (not delivery.count or delivery.weight < self.size)
-        return fits and delivery.count < self.rows and self.looked < LOOK_MAX
-
-    def limit(self, count: int) -> None:
-        """Take at most ``count`` more rows."""
-        self.rows = min(self.rows, self.delivery.count + count)
-
-
-class Chooser:
-    """Tells which rows belong to any of several cursors."""
-
-    __slots__ = ("_keys", "_lps", "_without", "all")
-
-    def __init__(self, cursors: list[Cursor]) -> None:
-        self._lps: LpSet = np.zeros(LOGICAL_PARTITIONS, bool)
-        without: set[int] = set()
-        keys: set[int] = set()
-        for cursor in cursors:
-            if cursor.key is None:
-                self._lps |= cursor.lps
-                without.update(cursor.without)
-            else:
-                keys.add(cursor.key)
-        without -= keys
-        self._without = np.fromiter(without, np.uint64, len(without))
-        # Keys whose logical partitions are in ``_lps`` are chosen with these.
-        self._keys = np.fromiter(keys, np.uint64, len(keys))
-        self._keys = self._keys[~self._lps[self._keys % LOGICAL_PARTITIONS]]
-        #: True if every row belongs to one of the cursors.
-        self.all = not len(self._without) and bool(self._lps.all())
-
-    def __call__(self, keys: FrameKeys) -> npt.NDArray[np.bool_]:
-        chosen: npt.NDArray[np.bool_] = self._lps[keys.lps]
-        if keys.hashes is not None:
-            if len(self._without):
-                chosen &= ~np.isin(keys.hashes, self._without)
-            if len(self._keys):
-                chosen |= np.isin(keys.hashes, self._keys)
-        return chosen
 
 
 class OrderedDelivery(msgspec.Struct, eq=False):
@@ -125,6 +47,8 @@ class OrderedDelivery(msgspec.Struct, eq=False):
     def take(self, consumer: AttachedConsumer, count: int, size: int) -> Delivery | None:
         """Rows for a consumer from the LPs that it owns; None if there are none. An empty delivery: pull again."""
         taking, visible = RowTake(count, size, Delivery()), self._group.partition.visible
+        if self._group.wanted is not None:
+            taking.filtered = self._group
         lps: list[Cursor] = []
         keys: list[Cursor] = []
         again = False
@@ -230,7 +154,8 @@ class OrderedDelivery(msgspec.Struct, eq=False):
             return False
         lead = min(ready, key=lambda cursor: cursor.returned.first)
         start, end, attempt = lead.returned.head()
-        found = next(self._frames(start, lead.until(end), again=attempt > 0), None)
+        again = attempt > 0 or self._group.wanted is not None
+        found = next(self._frames(start, lead.until(end), again=again), None)
         taking.looked += 1
         if found is None or found[0] > start:
             # The rows were in the retained log, and are no longer there.
@@ -266,13 +191,18 @@ class OrderedDelivery(msgspec.Struct, eq=False):
         for index, piece in pieces:
             low, high = np.searchsorted(sequences, (piece.start, piece.end)).tolist()
             wanted[low:high] |= whose[low:high] == index
+        out = None
+        if self._group.wanted is not None and not attempt:
+            matching = self._matching(frame)
+            out, left_out = LeftOutRows(self._group), np.flatnonzero(wanted & ~matching)
+            wanted &= matching
         rows = np.flatnonzero(wanted)
         taking.looked += len(pieces)
         cut, room = SEQUENCE_MAX, taking.rows - taking.delivery.count
         if len(rows) > room:
             rows = rows[:room]
             cut = int(sequences[rows[-1]]) + 1
-        chosen = _cut_out(frame, sequences, rows, frame_end, taking)
+        chosen = cut_out(frame, sequences, rows, frame_end, taking)
         if chosen is None:
             return False
         rows = chosen.places
@@ -286,7 +216,11 @@ class OrderedDelivery(msgspec.Struct, eq=False):
             low, high = np.searchsorted(sequences[rows], (piece.start, stop)).tolist()
             mine = rows[low:high][whose[rows[low:high]] == index]
             cursor.settled(piece.start, stop)
-            if len(mine):
+            if out is not None:
+                others = sequences[left_out[whose[left_out] == index]]
+                others = others[slice(*np.searchsorted(others, (piece.start, stop)).tolist())]
+                taking.runs += out.pull(cursor, self._tag, sequences[mine], others)
+            elif len(mine):
                 # From the first row to the last: no ack covers what lies outside.
                 cursor.pulled(self._tag, int(sequences[mine[0]]), int(sequences[mine[-1]]) + 1, attempt + 1)
         return True
@@ -298,16 +232,23 @@ class OrderedDelivery(msgspec.Struct, eq=False):
             # A delivery for several keys gets a new tag: the number of one key would also tag its later deliveries.
             tag = self._tag = self._tag - 1
         chooser = Chooser(cursors)
-        for first, last, frame in self._frames(start, end, again=attempt > 0):
+        out = None if self._group.wanted is None or attempt else LeftOutRows(self._group)
+        for first, last, frame in self._frames(start, end, again=attempt > 0 or out is not None):
             if frame is None:
+                if out is not None:
+                    out.record()
                 for cursor in cursors:
                     self._in_flight.skip_rows(RowCounter(self._group.partition, self._reader, 0), cursor, first, last)
                 continue
-            piece = self._cut(frame, chooser, first, last, taking)
+            piece = self._cut(frame, chooser, first, last, taking, filtered=out is not None)
             if piece is None:
-                return
+                break
+            whole = [(piece.first, piece.last)] if piece.parts else []
+            if out is not None:
+                whole = out.examined(frame, piece)
+                taking.runs += len(whole)
             for cursor in cursors:
-                held = [(piece.first, piece.last)] if piece.parts else []
+                held = whole
                 if cursor.key is not None and len(cursors) > 1:
                     # Only the key's own rows are in flight for it: it can rejoin as soon as these are done.
                     keys = self._group.partition.keys.of(frame)
@@ -322,14 +263,19 @@ class OrderedDelivery(msgspec.Struct, eq=False):
                     at = high
                 if at < piece.end:
                     cursor.settled(at, piece.end)
+                if out is not None:
+                    out.add(cursor, held)
             start = piece.end
             if piece.parts:
                 self._add(piece, attempt + 1, tag, taking.delivery)
             if piece.end < last or not taking.more:
-                return
-        if start < end:
-            for cursor in cursors:
-                cursor.settled(start, end)
+                break
+        else:
+            if start < end:
+                for cursor in cursors:
+                    cursor.settled(start, end)
+        if out is not None:
+            out.record()
 
     def _frames(self, start: int, end: int, *, again: bool) -> Iterator[tuple[int, int, FrameView | None]]:
         """(first, last, frame) of the rows in [start, end); ``frame`` is None if it is unreadable."""
@@ -348,48 +294,30 @@ class OrderedDelivery(msgspec.Struct, eq=False):
         if attempt > 1:
             self._group.redelivered_count += piece.rows
 
-    def _cut(self, frame: FrameView, chooser: Chooser, first: int, last: int, taking: RowTake) -> FramePiece | None:
-        """The chosen rows of a frame in [first, last), up to the room of the pull; None: the piece does not fit."""
+    def _matching(self, frame: FrameView) -> npt.NDArray[np.bool_]:
+        """A mask of the rows of a frame that match the group's filter."""
+        assert self._group.wanted is not None
+        self._group.journal.scans.budget.spend(frame.count, frame.size + frame.inflated_size)
+        return self._group.partition.keys.matching(frame, self._group.wanted)
+
+    def _cut(
+        self, frame: FrameView, chooser: Chooser, first: int, last: int, taking: RowTake, *, filtered: bool
+    ) -> FramePiece | None:
+        """The chosen rows of a frame in [first, last), up to the room of the pull; None: the piece does not fit.
+
+        ``filtered``: only those that match the group's filter.
+        """
         sequences = frame.sequences()
         low, high = np.searchsorted(sequences, [first, last]).tolist()
         taking.looked += high - low
         room = taking.rows - taking.delivery.count
         if chooser.all:
-            rows = np.arange(low, min(high, low + room))
+            rows = np.arange(low, high if filtered else min(high, low + room))
         else:
-            rows = low + np.flatnonzero(chooser(self._group.partition.keys.of(frame))[low:high])[:room]
+            rows = low + np.flatnonzero(chooser(self._group.partition.keys.of(frame))[low:high])
+        if filtered:
+            return cut_matching(frame, sequences, rows, self._matching(frame)[rows], last, taking)
+        rows = rows[:room]
         end = last if len(rows) < room else int(sequences[rows[-1]]) + 1
-        piece = _cut_out(frame, sequences, rows, end, taking)
+        piece = cut_out(frame, sequences, rows, end, taking)
         return piece if piece is None or piece.rows else piece._replace(end=last)
-
-
-def _cut_out(frame: FrameView, sequences: Sequences, rows: Sequences, end: int, taking: RowTake) -> FramePiece | None:
-    """Cut rows of a frame, in ascending order, into a new frame; None: it does not fit.
-
-    The piece is empty if there are no rows, or if the frame is damaged: its rows cannot be separated.
-    """
-    nothing = FramePiece(0, 0, end, 0, 0, 0, [], rows[:0])
-    if not len(rows):
-        return nothing
-    first, last = int(rows[0]), int(rows[-1]) + 1
-    adjacent = last - first == len(rows)
-    if adjacent and len(rows) == frame.count:
-        parts: list[Buffer] = [frame.buffer]
-        size = frame.size
-    else:
-        try:
-            if adjacent and not frame.has(Column.SELECTION):
-                piece = slice_rows(frame, first, last)
-            else:
-                mask = np.zeros(frame.count, bool)
-                mask[rows] = True
-                piece = slice_mask(frame, mask)
-        except FrameError:
-            return nothing
-        parts, size = piece.parts, piece.size
-    weight = size + frame.inflated_size
-    if taking.delivery.count and taking.delivery.weight + weight > taking.size:
-        taking.full = True
-        return None
-    begin, stop = int(sequences[first]), int(sequences[last - 1]) + 1
-    return FramePiece(begin, stop, end, len(rows), size, weight, parts, rows)

@@ -40,6 +40,7 @@ from plait.storage.logs.action_events import (
     Acked,
     Buried,
     Event,
+    Filtered,
     Held,
     Joined,
     Locked,
@@ -309,7 +310,7 @@ class OrderedGroup(Group):
                     cursor.letter = event.start if isinstance(event, Parked) and event.start < event.end else -1
             case Acked() | Nacked() | Buried():
                 self._replay_rows(event, event.holder, time)
-            case Skipped() | Revived() | Returned():
+            case Skipped() | Revived() | Returned() | Filtered():
                 self._replay_rows(event, event.cursor, time)
 
     def _replay_rows(self, event: RowEvent, number: int, time: int) -> None:
@@ -319,6 +320,9 @@ class OrderedGroup(Group):
             return
         match event:
             case Acked():
+                cursor.settled(start, end)
+            case Filtered():
+                self.filtered_count += event.rows
                 cursor.settled(start, end)
             case Returned():
                 cursor.given_back(start, end, event.attempt, event.due)

@@ -148,7 +148,7 @@ def _print_groups(groups: Sequence[GroupAudit]) -> None:
 
     if not groups:
         return
-    fates = ("messages", "acked", "dead", "expired", "unacked")
+    fates = ("messages", "acked", "dead", "expired", "filtered", "unacked")
     rows = []
     for group in groups:
         latency = group.latency
