@@ -35,6 +35,8 @@ from plait.errors import (
     ProducerConflict,
     ProtocolError,
     ReadOnly,
+    RecurrenceExists,
+    RecurrenceNotFound,
     RewindIncomplete,
     StaleRoute,
     StaleSession,
@@ -117,6 +119,9 @@ __all__ = [
     "Reason",
     "Receipt",
     "Receipts",
+    "Recurrence",
+    "RecurrenceExists",
+    "RecurrenceNotFound",
     "Reject",
     "Retry",
     "RetryLater",
@@ -160,6 +165,7 @@ if TYPE_CHECKING:
     )
     from plait.client.admin.dead_letter_admin import DeadHistory, DeadLetter, DeadReason
     from plait.client.admin.parked_key_admin import ParkedKey
+    from plait.client.admin.recurrence_admin import Recurrence
     from plait.client.admin.rewind_admin import Rewind
     from plait.client.admin.schedule_admin import ScheduleCount, ScheduledMessage
     from plait.client.app.app import App, Outgoing
@@ -189,6 +195,7 @@ else:
         "plait.client.read.query": "QueryResult",
         "plait.client.read.reader": "Reader",
         "plait.client.admin.rewind_admin": "Rewind",
+        "plait.client.admin.recurrence_admin": "Recurrence",
         "plait.client.admin.schedule_admin": "ScheduleCount ScheduledMessage",
         "plait.client.transactions.transaction": "Transaction",
         "plait.client.transactions.transaction_info": "HalfMessage TransactionInfo",

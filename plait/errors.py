@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+#: Code → class, to turn an error reply into an exception.
+BY_CODE: dict[str, type[PlaitError]] = {}
+
 
 class PlaitError(Exception):
     """Root of everything Plait raises on purpose."""
@@ -19,6 +22,9 @@ class PlaitError(Exception):
     #: The keys that ``details`` always has.
     facts: ClassVar[tuple[str, ...]] = ()
 
+    def __init_subclass__(cls) -> None:
+        BY_CODE[cls.code] = cls
+
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)
         self.message = message
@@ -26,9 +32,10 @@ class PlaitError(Exception):
         self.details: dict[str, Any] = details
 
 
+BY_CODE[PlaitError.code] = PlaitError
+
+
 # --- mistakes of the caller -------------------------------------------------------------------
-
-
 class InvalidArgument(PlaitError, ValueError):
     """An argument is not allowed; the message names the value and the values that are allowed."""
 
@@ -141,6 +148,22 @@ class TransactionSpansGroups(PlaitError):
     exit_code = 5
 
 
+class RecurrenceNotFound(PlaitError):
+    """There is no recurrence of that name."""
+
+    code = "recurrence_not_found"
+    facts = ("name",)
+    exit_code = 4
+
+
+class RecurrenceExists(PlaitError):
+    """A recurrence of that name exists already, with another definition."""
+
+    code = "recurrence_exists"
+    facts = ("name",)
+    exit_code = 5
+
+
 class GroupMismatch(PlaitError):
     """A consumer requests settings that differ from its group's; the message names both."""
 
@@ -171,9 +194,6 @@ class LimitExceeded(PlaitError):
     code = "limit_exceeded"
     facts = ("limit", "value")
     exit_code = 6
-
-
-# --- the client's own state ----------------------------------------------------------------------
 
 
 class BufferFull(PlaitError):
@@ -331,9 +351,6 @@ class InternalError(PlaitError):
     exit_code = 70
 
 
-# --- data ----------------------------------------------------------------------------------------
-
-
 class FrameError(PlaitError):
     """The bytes are not a valid frame."""
 
@@ -374,20 +391,6 @@ class ArchiveConflict(ArchiveError):
     code = "archive_conflict"
     retryable = True
     exit_code = 5
-
-
-def _all_errors() -> dict[str, type[PlaitError]]:
-    found: dict[str, type[PlaitError]] = {}
-    pending: list[type[PlaitError]] = [PlaitError]
-    while pending:
-        kind = pending.pop()
-        found[kind.code] = kind
-        pending.extend(kind.__subclasses__())
-    return found
-
-
-#: Code → class, to turn an error reply into an exception.
-BY_CODE: dict[str, type[PlaitError]] = _all_errors()
 
 
 def from_code(code: str, message: str, details: dict[str, Any] | None = None) -> PlaitError:

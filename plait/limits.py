@@ -86,6 +86,19 @@ DELAY_SECONDS_MIN: Final = 0.01
 DELAY_SECONDS_MAX: Final = 2 * 366 * 86_400.0
 #: Scheduled messages in the reply to one listing.
 SCHEDULE_PAGE_MAX: Final = 1_000
+#: A recurrence: the characters of its cron expression, or its interval, as firings go through a database.
+CRON_LENGTH_MAX: Final = 200
+RECURRENCE_SECONDS_MIN: Final = 1.0
+RECURRENCE_SECONDS_MAX: Final = 366 * 86_400.0
+#: The body and the encoded headers of a recurrence: its definition is in the meta database, and in one packet head.
+RECURRENCE_BODY_MAX: Final = 16 * KIB
+RECURRENCE_HEADERS_MAX: Final = 4 * KIB
+#: With ``catch_up="all"``, this many missed firings in a row are made up for; the rest is skipped.
+CATCH_UP_MAX: Final = 1_000
+#: With ``catch_up="none"``, a firing that is later than this is skipped.
+FIRING_LATE_SECONDS: Final = 10.0
+#: Recurrences in the reply to one listing; times in the reply to one preview.
+RECURRENCE_PAGE_MAX: Final = 200
 
 # --- derived state ------------------------------------------------------------------------------
 #: Pairs of a producer and a partition that are remembered for idempotence; the one silent the longest is forgotten
@@ -278,6 +291,8 @@ class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
     #: Subjects and groups in total: a meta server has all of them in memory (about 1 KiB each).
     subjects: int = 100_000
     groups: int = 300_000
+    #: Recurrences in total: their definitions are read page by page, so the limit only protects the database.
+    recurrences: int = 100_000
     #: Members of one group, all named in its allocation; groups of one client, all named in its heartbeat.
     members_per_group: int = 10_000
     groups_per_client: int = 10_000

@@ -34,7 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "filter": {"errors", "limits", "model", "frame"},
     "storage": BASE | {"frame"},
     "broker": BASE | {"frame", "filter", "storage", "wire.admin"},
-    "meta": BASE | {"wire.admin"},
+    # The frames of recurring messages are kept in the database until a broker has stored them.
+    "meta": BASE | {"wire.admin", "frame"},
     "wire": BASE | {"frame"},
     "client": BASE | {"tasks", "frame", "wire"},
     "sync": BASE | {"client"},
@@ -75,6 +76,8 @@ DOORS: dict[str, set[str]] = {
     "storage.logs.log": {"threading"},
     # Allocations are written by a thread while another one writes what heartbeats say.
     "meta.database.connection": {"threading"},
+    # Calendar arithmetic: no clock is read.
+    "meta.recurring.occurrences": {"datetime"},
     # Heartbeats are answered by the loop while another thread decides.
     "meta.database.mirror": {"threading"},
 }

@@ -43,6 +43,7 @@ app.command(
 app.command("plait.cli.commands.group:app", name="group", help="Consumer groups and their parked keys.")
 app.command("plait.cli.commands.dlq:app", name="dlq", help="List, show, resend and purge dead letters.")
 app.command("plait.cli.commands.schedule:app", name="schedule", help="List, count, cancel and move delayed messages.")
+app.command("plait.cli.commands.cron:app", name="cron", help="Recurring messages: by a cron expression or an interval.")
 app.command(
     "plait.cli.commands.transactions:app",
     name="transactions",

@@ -6,6 +6,7 @@ rows are removed. The report is stored with the partition, so it outlives the br
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from itertools import cycle, islice
@@ -29,6 +30,10 @@ from plait.wire.admin.subjects import Remembered
 log = logging.getLogger("plait.meta")
 
 _R = TypeVar("_R", ReportedProgress, Route)
+
+
+class _StillFiring(Exception):
+    """A partition gets firings that its broker has not confirmed; it is retired with a later report."""
 
 
 class Retiring:
@@ -82,10 +87,14 @@ class Retiring:
             if after is route:
                 break
             route = after
-        if route is not before:
-            with self._core.change() as change:
-                # One version for all the steps.
-                self._subjects.publish(change, msgspec.structs.replace(route, version=before.version + 1))
+        if route is before:
+            return
+        leaving = set(before.partitions) - set(route.partitions)
+        with contextlib.suppress(_StillFiring), self._core.change() as change:
+            # One version for all the steps.
+            self._subjects.publish(change, msgspec.structs.replace(route, version=before.version + 1))
+            if leaving and change.has_firings(leaving):
+                raise _StillFiring
 
     # --- groups of retired partitions -------------------------------------------------------------
 

@@ -21,6 +21,8 @@ from plait.meta.database.sweep import Sweep
 from plait.meta.members.allocator import Allocator
 from plait.meta.members.liveness import Peers
 from plait.meta.members.membership import Members
+from plait.meta.recurring.firings import Firings
+from plait.meta.recurring.recurrences import Recurrences
 from plait.meta.retiring import Retiring
 from plait.meta.route_changes import RouteChanges
 from plait.meta.subjects import Subjects
@@ -50,6 +52,8 @@ class MetaService:
         self.peers = Peers(self._core, address)
         self._sweep = Sweep(self._core)
         self.commits = Commits(self._core)
+        self.recurrences = Recurrences(self._core)
+        self.firings = Firings(self._core, self.brokers)
         self._ticked = clock.monotonic()
 
     def tick(self) -> Changes:

@@ -179,6 +179,7 @@ class Subjects:
             living = [group for group in groups if not group.deleted]
             change.replace(*((group, msgspec.structs.replace(group, deleted=True)) for group in living))
             change.put(*(msgspec.structs.replace(member, online=False) for member in members))
+            change.forget_recurrences(name)
 
     def adopt(self, group: str, partitions: Sequence[RegisteredPartition]) -> list[str]:
         """Adopt unknown subjects of a broker, rebuilding their routes from its catalog.

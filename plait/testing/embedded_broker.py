@@ -162,6 +162,7 @@ class EmbeddedBroker:
         host.upkeep.housekeep()
         server.broker.run_timers()
         host.arm_timer()
+        server.cluster.wake()
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -21,6 +21,7 @@ from tests.broker import ordered_world
 from tests.broker.test_lost_files import LIVES, check_all, overwrite, remove_files
 from tests.broker.test_query_model import run_queries
 from tests.broker.test_schedule_model import Scheduling
+from tests.meta.firing_model import FiringModel
 from tests.outbox.relay_world import RelayWorld
 from tests.sim.cluster import Cluster
 from tests.sim.ordered_cluster import OrderedCluster
@@ -92,6 +93,15 @@ def _query_model(seed: int) -> None:
         run_queries(seed, patch)
 
 
+def _firing_model(seed: int) -> None:
+    with tempfile.TemporaryDirectory() as data:
+        model = FiringModel(seed, Path(data))
+        try:
+            model.run(50)
+        finally:
+            model.close()
+
+
 def _lives(seed: int) -> None:
     Trace(seed, "sync" if seed % 2 else "async", SimulatedDisk()).run()
 
@@ -130,6 +140,7 @@ SINK_CLUSTER = Generator("sink cluster", _sink_cluster, 20)
 CRASH_POINTS = Generator("crash explorer", _crash_points, 16)
 ORDERED_MODEL = Generator("model of ordered groups", _ordered_model, 80)
 QUERY_MODEL = Generator("model of queries", _query_model, 60)
+FIRING_MODEL = Generator("model of recurring messages", _firing_model, 60)
 SCHEDULE_MODEL = Generator("model of delayed messages", _schedule_model, 20)
 BROKER_LIVES = Generator("lives of a broker", _lives, 20)
 REMOVED_FILES = Generator("lives whose files are removed", _removed_files, 8)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.broker import test_lost_files as lost_files
+from tests.meta import firing_defects
 from tests.outbox import relay_defects
 from tests.plants import generators
 from tests.plants.generators import Generator
@@ -51,6 +52,9 @@ PLANTS: list[Plant] = [
     Plant(ordered_defects.deliver_behind_the_fence, generators.WORLDS),
     Plant(ordered_defects.ask_brokers_that_hold_nothing, generators.ORDERED_CLUSTER),
     Plant(broker_defects.forget_bucketed_rows, generators.SCHEDULE_MODEL, (1, 2)),
+    # Recurring messages.
+    Plant(firing_defects.take_over_under_another_producer, generators.FIRING_MODEL, (12, 18)),
+    Plant(firing_defects.count_from_the_clock_after_a_pause, generators.FIRING_MODEL, (16,)),
     # Storage.
     Plant(broker_defects.trust_the_page_cache, generators.CRASH_POINTS),
     Plant(broker_defects.define_partitions_once, generators.CRASH_POINTS),

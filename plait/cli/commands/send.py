@@ -70,7 +70,7 @@ def send(
         "tags": tag,
         "delay": None if delay is None else delay_of(delay),
         "deliver_at": None if deliver_at is None else time_of(deliver_at),
-        "headers": _headers(header),
+        "headers": headers_of(header),
     }
     sending = SendRun(subject, options, json=output == "json")
     if not from_stdin and file is None:
@@ -190,7 +190,7 @@ def _cells(receipt: Receipt) -> list[str]:
     return [str(receipt.partition), str(_number(receipt)), *when, str(receipt.message_id)]
 
 
-def _headers(given: list[str] | None) -> dict[str, HeaderValue] | None:
+def headers_of(given: list[str] | None) -> dict[str, HeaderValue] | None:
     """Parse ``name=text`` and ``name:=value``."""
     if not given:
         return None

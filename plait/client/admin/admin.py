@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from plait.client.admin.dead_letter_admin import DeadAdmin
 from plait.client.admin.parked_key_admin import ParkedAdmin
+from plait.client.admin.recurrence_admin import RecurrenceAdmin
 from plait.client.admin.rewind_admin import RewindAdmin
 from plait.client.admin.schedule_admin import ScheduleAdmin
 from plait.client.admin.transaction_admin import TransactionAdmin
@@ -139,8 +140,8 @@ _GROUP_SUMS: Final = [
 ]
 
 
-class Admin(DeadAdmin, ScheduleAdmin, ParkedAdmin, RewindAdmin, TransactionAdmin):
-    """The operations of ``plait subject``, ``group``, ``dlq``, ``schedule``, ``transactions`` and ``cluster``.
+class Admin(DeadAdmin, ScheduleAdmin, RecurrenceAdmin, ParkedAdmin, RewindAdmin, TransactionAdmin):
+    """The operations of ``plait subject``, ``group``, ``dlq``, ``schedule``, ``cron``, ``transactions``, ``cluster``.
 
     Where a subject has several partitions, ``partition`` selects one: "name@group".
     """

@@ -37,7 +37,7 @@ from plait.model import names
 
 
 class SyncAdmin(Blocking[Admin]):
-    """The operations of ``plait subject``, ``group``, ``dlq``, ``schedule``, ``transactions`` and ``cluster``.
+    """The operations of ``plait subject``, ``group``, ``dlq``, ``schedule``, ``cron``, ``transactions``, ``cluster``.
 
     The client's thread calls the ``progress`` of ``resend_dead`` and ``purge_dead``.
     """
@@ -61,6 +61,15 @@ class SyncAdmin(Blocking[Admin]):
     set_broker_state = blocking(Admin.set_broker_state)
     forget_broker = blocking(Admin.forget_broker)
     allocation = blocking(Admin.allocation)
+
+    create_recurrence = blocking(Admin.create_recurrence)
+    set_recurrence = blocking(Admin.set_recurrence)
+    recurrences = blocking(Admin.recurrences)
+    recurrence = blocking(Admin.recurrence)
+    pause_recurrence = blocking(Admin.pause_recurrence)
+    resume_recurrence = blocking(Admin.resume_recurrence)
+    remove_recurrence = blocking(Admin.remove_recurrence)
+    firing_times = blocking(Admin.firing_times)
 
     parked = blocking(Admin.parked)
     resume_key = blocking(Admin.resume_key)

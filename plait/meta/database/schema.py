@@ -163,6 +163,41 @@ COMMITS = sa.Table(
     sa.Index(PREFIX + "commits_time", "time"),
 )
 
+#: The recurrences (``recurring/``). Not mirrored: only those that are due are read.
+RECURRENCES = sa.Table(
+    PREFIX + "recurrences",
+    metadata,
+    _column("name", str, key=True),
+    _column("subject", str),
+    _column("body", bytes),
+    _column("paused", bool),
+    _column("created", int),
+    #: The due time of the next firing in microseconds, or ``occurrences.NEVER``.
+    _column("next", int),
+    #: The number of the last firing and its due time; 0 before the first.
+    _column("firings", int),
+    _column("last", int),
+    #: The firings in a row that were made up for.
+    _column("behind", int),
+    sa.Index(PREFIX + "recurrences_next", "next", "name"),
+    sa.Index(PREFIX + "recurrences_subject", "subject", "name"),
+)
+
+#: Frames of firings that the broker of a partition has not confirmed yet. Not mirrored.
+FIRING_FRAMES = sa.Table(
+    PREFIX + "firing_frames",
+    metadata,
+    #: The producer id, and the producer sequence of the last row.
+    _column("producer", int, key=True),
+    _column("last", int),
+    _column("broker_group", str),
+    _column("partition", str),
+    _column("subject", str),
+    _column("frame", bytes),
+    sa.Index(PREFIX + "firing_frames_place", "broker_group", "partition"),
+    sa.Index(PREFIX + "firing_frames_subject", "subject"),
+)
+
 #: Facts of the cluster: its id, its age, the number of the last change, and the newest change of a removed row.
 CLUSTER = sa.Table(
     PREFIX + "cluster",

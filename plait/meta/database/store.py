@@ -8,7 +8,7 @@ last wrote it. To replace a row, a caller must know that number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, starmap
 from typing import Any, Final, NamedTuple, TypeVar
@@ -19,7 +19,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from plait.meta.database.connection import ConcurrentChange, Database
 from plait.meta.database.migrate import migrate
-from plait.meta.database.schema import CLUSTER, HEARTBEATS, KINDS, TableRow
+from plait.meta.database.schema import CLUSTER, FIRING_FRAMES, HEARTBEATS, KINDS, RECURRENCES, TableRow
+from plait.model.route import PartitionId
 
 _R = TypeVar("_R", bound=TableRow)
 
@@ -96,6 +97,17 @@ class StoreChange:
     def heartbeats(self, names: Sequence[str]) -> dict[str, int]:
         statement = sa.select(HEARTBEATS.c.name, HEARTBEATS.c.count).where(HEARTBEATS.c.name.in_(names))
         return dict(self._connection.execute(statement).all())
+
+    def forget_recurrences(self, subject: str) -> None:
+        """Delete the recurrences of a subject, and their firings that are not confirmed."""
+        self._connection.execute(sa.delete(RECURRENCES).where(RECURRENCES.c.subject == subject))
+        self._connection.execute(sa.delete(FIRING_FRAMES).where(FIRING_FRAMES.c.subject == subject))
+
+    def has_firings(self, places: Iterable[PartitionId]) -> bool:
+        """Whether one of the partitions has unconfirmed firings. Call it when their rows are written, and so locked."""
+        frames = FIRING_FRAMES.c
+        of = (sa.and_(frames.broker_group == place.group, frames.partition == place.name) for place in places)
+        return self._connection.execute(sa.select(frames.producer).where(sa.or_(sa.false(), *of))).first() is not None
 
     def _stamped(self, rows: Sequence[TableRow]) -> Iterator[tuple[type[TableRow], list[TableRow]]]:
         for kind, group in groupby(rows, key=type):

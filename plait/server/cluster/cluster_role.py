@@ -109,6 +109,11 @@ class ClusterRole:
             raise InvalidArgument(f"this is a broker; send this request to a meta server: {', '.join(self._addresses)}")
         return False
 
+    def wake(self) -> None:
+        """Let a meta server in this process look for due recurrences: its clock has moved."""
+        if self._host is not None:
+            self._host.firing.wake()
+
     async def route(self, subject: str) -> m.RouteReply:
         found = await self._request(m.RouteRequest(subject, create=False))
         assert isinstance(found, m.RouteReply)

@@ -30,6 +30,7 @@ from plait.meta.route_changes import Drop, Make, Move, RouteView
 from plait.meta.service import MetaService
 from plait.model.subject_patterns import SubjectPatterns
 from plait.server.cluster.links import BrokerOrders
+from plait.server.meta.firing_loop import FiringLoop
 from plait.server.notices import Notices
 from plait.wire import messages as m
 from plait.wire.admin import partitions as p
@@ -102,6 +103,8 @@ class MetaHost:
         self._tasks: set[asyncio.Task[None]] = set()
         #: Failing broker orders: logged once, until they succeed.
         self._failing = Notices(log)
+        #: Set by ``start``.
+        self.firing: FiringLoop
         self._looking: asyncio.Task[None] | None = None
         self._look_again = False
 
@@ -110,7 +113,10 @@ class MetaHost:
         self._loop = asyncio.get_running_loop()
         self.metas = [address]
         await self._loop.run_in_executor(self._thread, self._open)
-        self._spawn(tasks.keep(self._tick_loop, "plait-meta-tick"))
+        self.spawn(tasks.keep(self._tick_loop, "plait-meta-tick"))
+        assert self._store is not None
+        self.firing = FiringLoop(self, self._orders, alone=self._store.alone)
+        self.spawn(tasks.keep(self.firing.run, "plait-meta-firing"))
 
     def _open(self) -> None:
         make_private(self._url)
@@ -129,7 +135,8 @@ class MetaHost:
         if self._store is not None:
             self._store.close()
 
-    def _spawn(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+    def spawn(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Cancel a task when the server stops."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -289,7 +296,7 @@ class MetaHost:
         if self._looking is not None and not self._looking.done():
             self._look_again = True
             return
-        self._looking = self._spawn(tasks.start(self._look(), "plait-meta-look"))
+        self._looking = self.spawn(tasks.start(self._look(), "plait-meta-look"))
 
     async def _look(self) -> None:
         #: Clients to notify, collected since ``since``: a notified client asks at once, and more may have changed by
@@ -323,7 +330,7 @@ class MetaHost:
         what = (type(order), order.place, order.version)
         if what not in self._busy and len(self._busy) < ORDERS_MAX:
             self._busy.add(what)
-            task = self._spawn(tasks.start(self._carry_out(order), "plait-meta-order"))
+            task = self.spawn(tasks.start(self._carry_out(order), "plait-meta-order"))
             task.add_done_callback(lambda _: self._busy.discard(what))
 
     async def _carry_out(self, order: Make | Move | Drop) -> None:

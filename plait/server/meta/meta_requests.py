@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from plait import tasks
 from plait.errors import GroupBusy, InternalError, InvalidArgument, PlaitError, Unavailable
 from plait.meta.members.shares import HeartbeatView
+from plait.meta.recurring.definition import Definition
 from plait.meta.route_changes import RouteView
 from plait.meta.service import MetaService
 from plait.model import names
@@ -24,6 +25,7 @@ from plait.server.listener import LOOPBACK
 from plait.server.meta.meta_host import MetaHost
 from plait.wire import messages as m
 from plait.wire.admin import cluster as c
+from plait.wire.admin import recurrences as r
 from plait.wire.admin import subjects as g
 from plait.wire.admin.operation import Operation, answer
 from plait.wire.link import parse_address
@@ -75,6 +77,12 @@ class MetaHandlers:
             (c.VETO_BATCH, host.call, lambda s, r: s.commits.veto(r.query, r.batch, r.producer)),
             (c.EXCHANGE_STAGES, host.call, lambda s, r: s.commits.exchange(r.query, r.batch, r.version, r.stages)),
             (c.BATCH_DONE, host.call, lambda s, r: s.commits.done(r.query, r.batch, r.version)),
+            (r.SET_RECURRENCE, self._recur, lambda s, q: s.recurrences.set(q)),
+            (r.PAUSE_RECURRENCE, self._recur, lambda s, q: s.recurrences.pause(q.name, paused=q.paused)),
+            (r.REMOVE_RECURRENCE, self._recur, lambda s, q: s.recurrences.remove(q.name)),
+            (r.DESCRIBE_RECURRENCE, host.call, lambda s, q: s.recurrences.describe(q.name)),
+            (r.LIST_RECURRENCES, host.call, lambda s, q: s.recurrences.page(q)),
+            (r.PREVIEW_FIRINGS, host.call, lambda s, q: s.recurrences.preview(q)),
             (c.UNDONE_BATCHES, host.call, lambda s, r: s.commits.undone(UNDONE_MAX, r.after)),
         ]
         self._decisions = {operation.name: (operation, run, decide) for operation, run, decide in decisions}
@@ -84,6 +92,7 @@ class MetaHandlers:
             (g.DELETE_SUBJECT, lambda r: host.delete_subject(r.subject)),
             (c.DESCRIBE_ROUTE, lambda r: self._route(r.subject)),
             (c.EXPAND_SUBJECT, self._expand),
+            (r.CREATE_RECURRENCE, self._create_recurrence),
         ]
         self._others = {operation.name: (operation, call) for operation, call in others}
 
@@ -210,6 +219,17 @@ class MetaHandlers:
             view.passed,
             view.reported,
         )
+
+    async def _recur(self, decision: Callable[[MetaService], Any]) -> Any:
+        # The loop exists once the server has started.
+        return await self._host.firing.decide(decision)
+
+    async def _create_recurrence(self, request: r.CreateRecurrence) -> r.RecurrenceRow:
+        Definition.of(request, self._host.clock.now())
+        # A subject is created on first use, as by a send.
+        await self._host.route(request.subject, create=True)
+        row: r.RecurrenceRow = await self._recur(lambda s: s.recurrences.create(request))
+        return row
 
     async def _expand(self, request: c.ExpandSubject) -> c.RouteDetails:
         wanted = request.partitions

@@ -22,6 +22,7 @@ from plait.wire.admin import cluster as c
 from plait.wire.admin import dead_letters as d
 from plait.wire.admin import delayed as s
 from plait.wire.admin import partitions as p
+from plait.wire.admin import recurrences as r
 from plait.wire.admin import rewinds as w
 from plait.wire.admin import subjects as g
 from plait.wire.admin import transactions as t
@@ -84,7 +85,9 @@ _LATER: Final[_Table] = {
     p.PUBLISH_STAGES: partitions.publish,
 }
 _OPERATIONS: Final = {operation.name: operation for operation in (*_NOW, *_COMMITTED, *_LATER)}
-_OF_META_SERVERS: Final = {each.name for each in vars(c).values() if isinstance(each, Operation)}
+_OF_META_SERVERS: Final = {
+    each.name for module in (c, r) for each in vars(module).values() if isinstance(each, Operation)
+}
 
 
 def run(host: BrokerHost, request: m.AdminRequest, answer: partitions.Answer) -> None:
