@@ -75,9 +75,11 @@ class Machines:
         )
         port = BROKER_PORT + self.plan.brokers.index(process.name)
         server = Server(process.disk, config, port=port, clock=process.clock, metas=ADDRESSES)
-        self.servers[process.name] = server
+        # The last server of this process has ended, and this one has no logs until it has started.
+        self.servers.pop(process.name, None)
         try:
             await server.start()
+            self.servers[process.name] = server
             assert server.failed is not None
             raise await server.failed
         except (StorageFailed, DiskFull) as failure:
