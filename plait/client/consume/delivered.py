@@ -21,9 +21,10 @@ from plait.client.consume.row_runs import (
     RowMask,
     RowSelection,
     Run,
-    all_done,
+    attempts_of,
     first_outcomes,
     mask_runs,
+    merged,
     rows_of,
     runs_in,
 )
@@ -38,6 +39,8 @@ from plait.frame.view import FrameView
 #: Looked up once: Python 3.11 runs a function for each access to an enum member.
 _BODY, _KEY, _SELECTION = int(Column.BODY), int(Column.KEY), int(Column.SELECTION)
 
+#: ``rows_done`` of small frames with all rows done. They share it, because done rows stay done.
+_ALL_DONE = np.ones(SMALL_COUNT, bool)
 #: The failed rows of a frame by failure outcome.
 FailedRuns = dict[FailureOutcome, list[Run]]
 
@@ -92,10 +95,9 @@ class DeliveredFrame:
         if frame.count == 1 and _KEY not in frame.places and _SELECTION not in frame.places:
             return [Message(bodies[0], None, frame.base, self, 0)] if bodies else []
         keys = self._keys(start, stop)
+        sequences: Sequence[int] = range(frame.base + start, frame.base + stop)
         if _SELECTION in frame.places:
             sequences = frame.sequences()[start:stop].tolist()
-        else:
-            sequences = range(frame.base + start, frame.base + stop)
         return list(map(Message, bodies, keys, sequences, repeat(self), range(start, stop)))
 
     def _keys(self, start: int, stop: int) -> list[str | None] | repeat[None]:
@@ -137,11 +139,7 @@ class DeliveredFrame:
         return self._numbers[row]
 
     def _attempt_numbers(self) -> npt.NDArray[np.int64]:
-        starts, ends, numbers = np.array(self._attempts).T
-        sequences = self.frame.sequences()
-        at = np.maximum(np.searchsorted(starts, sequences, "right") - 1, 0)
-        within = (starts[at] <= sequences) & (sequences < ends[at])
-        return np.where(within, numbers[at], 1)
+        return attempts_of(self._attempts, self.frame.sequences())
 
     def epoch_of(self, row: int) -> int:
         return self.epoch
@@ -242,7 +240,7 @@ class DeliveredFrame:
             or (len(items) == 1 and isinstance(items[0], slice) and items[0] == slice(0, count))
             or (len(items) == count <= SMALL_COUNT and len({item for item in items if type(item) is int}) == count)
         ):
-            self.rows_done = all_done(count)
+            self.rows_done = _ALL_DONE[:count] if count <= SMALL_COUNT else np.ones(count, bool)
             self._closed(count)
             return [(0, count)]
         marked = np.zeros(count, bool)
@@ -295,6 +293,19 @@ class DeliveredFrame:
 Piece = tuple[DeliveredFrame, int, int]
 #: Ranges by the frame that delivered the rows; under None: plain sequence ranges, valid without a frame's tag.
 RangesByFrame = dict[DeliveredFrame | None, list[EpochRange]]
+
+
+def flat(found: RangesByFrame) -> tuple[list[EpochRange], list[int]]:
+    """All ranges, and the tag of each; no tags if all are 0."""
+    ranges: list[EpochRange] = []
+    tags: list[int] = []
+    for frame, several in found.items():
+        joined = merged(several) if len(several) > 1 else several
+        if frame is not None:
+            joined = frame.widened(joined)
+        ranges += joined
+        tags += [0 if frame is None else frame.tag] * len(joined)
+    return ranges, tags if any(tags) else []
 
 
 class Deliveries:

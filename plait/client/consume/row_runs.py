@@ -12,7 +12,6 @@ import pyarrow as pa
 from plait.client.arguments import shown
 from plait.client.consume.failure import EpochRange
 from plait.errors import InvalidArgument
-from plait.frame.columns import SMALL_COUNT
 
 RowMask = npt.NDArray[np.bool_]
 #: Rows [first, end) of a frame.
@@ -22,7 +21,6 @@ RowSelection = int | slice | RowMask
 
 #: Greater than any index of ``_first_indexes``.
 NEVER = np.iinfo(np.int64).max
-_ALL_DONE = np.ones(SMALL_COUNT, bool)
 
 
 def runs_in(numbers: npt.NDArray[np.int64]) -> list[Run]:
@@ -57,9 +55,12 @@ def mask_of(rows: npt.NDArray[np.int64], count: int) -> RowMask:
     return mask
 
 
-def all_done(count: int) -> RowMask:
-    """The mask of a frame with ``count`` rows that are all done. Small frames share one: done rows stay done."""
-    return _ALL_DONE[:count] if count <= SMALL_COUNT else np.ones(count, bool)
+def attempts_of(ranges: Sequence[tuple[int, int, int]], sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The attempt of each sequence, by ascending ranges (start, end, attempt); 1 outside of them."""
+    starts, ends, numbers = np.array(ranges).T
+    at = np.maximum(np.searchsorted(starts, sequences, "right") - 1, 0)
+    within = (starts[at] <= sequences) & (sequences < ends[at])
+    return np.where(within, numbers[at], 1)
 
 
 def first_outcomes(
