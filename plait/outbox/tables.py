@@ -31,6 +31,8 @@ _Number = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 #: MariaDB's BLOB holds 64 KiB only.
 _Bytes = sa.LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
 
+_Name = sa.LargeBinary().with_variant(mysql.VARBINARY(NAME_LENGTH_MAX), "mysql", "mariadb")
+
 
 def outbox_table(metadata: sa.MetaData, name: str, schema: str | None = None) -> sa.Table:
     """The table of the messages that are not sent yet."""
@@ -83,11 +85,7 @@ def dedup_table(metadata: sa.MetaData, name: str, schema: str | None = None) -> 
         metadata,
         sa.Column("id", _Number, primary_key=True, autoincrement=True),
         # Binary, because some collations of MariaDB take "a" and "A" for the same name.
-        sa.Column(
-            "group",
-            sa.LargeBinary(NAME_LENGTH_MAX).with_variant(mysql.VARBINARY(NAME_LENGTH_MAX), "mysql", "mariadb"),
-            nullable=False,
-        ),
+        sa.Column("group", _Name, nullable=False),
         sa.Column("producer", sa.BigInteger, nullable=False),
         sa.Column("sequence", sa.BigInteger, nullable=False),
         sa.UniqueConstraint("group", "producer", "sequence", name=f"uq_{name}_message"),

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from plait.client.app.app_run import AppRun, LifecycleHook
-from plait.client.app.signature import Handler
+from plait.client.app.signature import Handler, HandlerTransactions
 from plait.client.app.subscription import HandleHook, SubscriberSettings, Subscription
 from plait.client.arguments import Duration, Start, seconds_of, wait_of
 from plait.client.blocking.loop_thread import new_event_loop
@@ -133,6 +133,7 @@ class App:
         tags: TagFilter | str | Iterable[str] | None = None,
         where: str | None = None,
         undecodable: Literal["reject", "retry"] = "reject",
+        dedup: HandlerTransactions | None = None,
     ) -> Callable[[Function], Function]:
         """Decorates a handler, ``def`` (run in a thread) or ``async def``.
 
@@ -142,13 +143,11 @@ class App:
         up to n. ``concurrency`` is the number of calls that run at a time. A call that takes longer than ``timeout``
         fails; an ``async def`` is cancelled then. With ``suspend`` any failure suspends the handler for that long, as
         ``plait.Suspend`` does. With ``ordered`` or ``affinity`` messages of one key are handled one after another. A
-        body that does not decode is dead at once; with ``undecodable="retry"`` it is retried. The others: ``consumer``.
+        body that does not decode is dead at once; with ``undecodable="retry"`` it is retried. With ``dedup``, a
+        ``plait.outbox.Dedup``, a parameter gets the database transaction in which the handler runs, and messages that
+        it has handled are skipped. The others: ``consumer``.
         """
-        group = None if broadcast else group or self.group
-        if group is None and not broadcast:
-            raise InvalidArgument(
-                f"subscriber of {subject!r} has no group; pass group= here or to App(...), or pass broadcast=True"
-            )
+        group = self._group_of(subject, group, broadcast)
         basics = (subject, group, broadcast, delivery, start, prefetch, retry, ordered, affinity, handling)
         arguments = ConsumerArguments(*basics, filter_terms(where, tags))
         arguments.checked()
@@ -168,11 +167,19 @@ class App:
         local_names = dict(sys._getframe(1).f_locals)
 
         def decorate(function: Function) -> Function:
-            handler = Handler(function, batch=batch is not None, local_names=local_names)
+            handler = Handler(function, batch=batch is not None, local_names=local_names, group=group, dedup=dedup)
             self._subscriptions.append(Subscription(settings, handler, self._handle_hooks))
             return function
 
         return decorate
+
+    def _group_of(self, subject: str | Iterable[str], group: str | None, broadcast: bool) -> str | None:
+        group = None if broadcast else group or self.group
+        if group is None and not broadcast:
+            raise InvalidArgument(
+                f"subscriber of {subject!r} has no group; pass group= here or to App(...), or pass broadcast=True"
+            )
+        return group
 
     def _check_other_subscribers(self, subjects: SubjectPatterns, group: str | None) -> None:
         for other in (each.settings.consumer for each in self._subscriptions):

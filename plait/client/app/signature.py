@@ -1,7 +1,8 @@
 """Reads the parameters of a handler when it is decorated, and builds its arguments.
 
 A parameter annotated ``plait.Message`` gets the message, the other one the body, decoded into its annotation. A batch
-handler takes lists of both. An invalid signature is refused at once; the error names the handler and the parameter.
+handler takes lists of both. With ``dedup``, another parameter gets the database transaction in which the handler runs.
+An invalid signature is refused at once; the error names the handler and the parameter.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from plait.client.codec import Decode, decoder_for
 from plait.client.types import Message
@@ -18,10 +19,31 @@ from plait.errors import InvalidArgument
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
+#: Runs a call of a handler in a transaction: (group, messages, call). ``call`` takes the transaction and the indexes of
+#: the messages that were not handled before; it is not called if there is none.
+RunInTransaction = Callable[[str, Sequence[Message], Callable[[Any, list[int]], Any]], Any]
+
+
+class HandlerTransactions(Protocol):
+    """Runs handlers in transactions that record their messages: ``plait.outbox.Dedup``."""
+
+    def runner(self, handler: str, *, is_async: bool, annotations: Sequence[Any]) -> tuple[RunInTransaction, int]:
+        """How to run a handler, and the index of the parameter that gets the transaction."""
+        ...
+
+
 class Handler:
     """A user's function and how to call it."""
 
-    def __init__(self, function: Callable[..., Any], *, batch: bool, local_names: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        batch: bool,
+        local_names: Mapping[str, Any],
+        group: str | None = None,
+        dedup: HandlerTransactions | None = None,
+    ) -> None:
         self.function = function
         self.batch = batch
         self.name = getattr(function, "__qualname__", type(function).__qualname__).replace("<locals>.", "")
@@ -32,10 +54,21 @@ class Handler:
             )
         #: Decodes a body; None if the handler takes no body.
         self._decode: Decode | None = None
+        #: True if the function runs in a transaction: its first argument is the message then.
+        self._transactional = dedup is not None
         #: For each argument: True for the message, False for the body.
         self._takes_message: list[bool] = []
-        for parameter in self._parameters(local_names):
-            self._add(parameter)
+        parameters = self._parameters(local_names)
+        position = None
+        if dedup is not None:
+            if group is None:
+                raise InvalidArgument(f"handler {self.name}: dedup= needs a group, and a broadcast has none")
+            annotations = [parameter.annotation for parameter in parameters]
+            run, position = dedup.runner(self.name, is_async=self.is_async, annotations=annotations)
+            self.function = self._in_transaction(run, group, position)
+        for index, parameter in enumerate(parameters):
+            if index != position:
+                self._add(parameter)
         if not self._takes_message:
             raise InvalidArgument(f"handler {self.name} takes no argument; give it one for the body or the message")
 
@@ -104,8 +137,27 @@ class Handler:
         """The body decoded into the handler's annotation; ``CodecError`` if that is not possible."""
         return None if self._decode is None else self._decode(message.body)
 
+    def _in_transaction(self, run: RunInTransaction, group: str, position: int) -> Callable[..., Any]:
+        """The handler as a function of the other arguments, which runs in a transaction and skips handled messages."""
+        function = self.function
+
+        def handle(messages: Any, *others: Any) -> Any:
+            def call(transaction: Any, new: list[int]) -> Any:
+                chosen = [[each[index] for index in new] for each in others] if self.batch else list(others)
+                chosen.insert(position, transaction)
+                result = function(*chosen)
+                if not self.is_async and inspect.isawaitable(result):
+                    # It would run after the commit.
+                    raise InvalidArgument(f"handler {self.name} returns an awaitable; with dedup= write async def")
+                return result
+
+            return run(group, messages if self.batch else [messages], call)
+
+        return handle
+
     def arguments(self, body: Any, message: Message | Sequence[Message]) -> list[Any]:
-        return [message if wanted else body for wanted in self._takes_message]
+        found = [message if wanted else body for wanted in self._takes_message]
+        return [message, *found] if self._transactional else found
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
