@@ -69,13 +69,21 @@ class MessageIndex:
         known = self._open.get(segment.base)
         if known is not None:
             self._open.move_to_end(segment.base)
-        elif self._files is None or segment.base not in self._files:
+        elif segment.base not in self._listed():
             return None
         else:
             known = self._opened(segment)
             if known is None:
                 return None
         return Indexed(known.parts, known.facts.end)
+
+    def _listed(self) -> set[int]:
+        """The bases of the segments with a file."""
+        if self._files is None:
+            names = self._disk.list(DIRECTORY)
+            self._files = {base for name in names if (base := base_of(name)) is not None}
+            self._strays = [f"{DIRECTORY}/{name}" for name in names if base_of(name) is None]
+        return self._files
 
     def _opened(self, segment: Segment) -> IndexFile | None:
         try:
@@ -97,8 +105,7 @@ class MessageIndex:
         self._open.pop(base, None)
         if self._builder is not None and self._builder.base == base:
             self.give_up()
-        if self._files is not None:
-            self._files.discard(base)
+        self._listed().discard(base)
 
     def _end_of(self, segment: Segment) -> int | None:
         """The end of the frames of a sealed segment; None: it is not sealed."""
@@ -120,14 +127,10 @@ class MessageIndex:
 
     def look(self) -> None:
         """Note which segments there are, and how far to index the newest one. Call it before a round of ``begin``."""
-        if self._files is None:
-            names = self._disk.list(DIRECTORY)
-            self._files = {base for name in names if (base := base_of(name)) is not None}
-            self._strays = [f"{DIRECTORY}/{name}" for name in names if base_of(name) is None]
-        segments = self._log.segments
+        segments, files = self._log.segments, self._listed()
         bases = {segment.base for segment in segments[:-1]}
-        for base in self._files - bases:
-            self._files.discard(base)
+        for base in files - bases:
+            files.discard(base)
             self._open.pop(base, None)
             self._strays.append(index_path(base))
         self._without &= bases
@@ -165,10 +168,9 @@ class MessageIndex:
 
     def _target(self) -> tuple[Segment | None, int, bool]:
         """The segment to index now, the offset up to which, and whether it is sealed: the newest sealed one first."""
-        assert self._files is not None
-        segments, messages = self._log.segments, self._log
+        segments, messages, files = self._log.segments, self._log, self._listed()
         for segment in reversed(segments[:-1]):
-            if segment.base in self._files or segment.base in self._without:
+            if segment.base in files or segment.base in self._without:
                 continue
             end = self._end_of(segment)
             if end is not None and messages.durable >= end:
@@ -189,11 +191,10 @@ class MessageIndex:
             self._without.add(builder.base)
 
     def _finished(self, builder: IndexBuilder) -> None:
-        assert self._files is not None
         if self._builder is builder:
             self._builder = None
             if builder.base not in self._without:
-                self._files.add(builder.base)
+                self._listed().add(builder.base)
 
     def _remove(self, paths: list[str]) -> None:
         for path in paths:
