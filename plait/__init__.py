@@ -84,6 +84,7 @@ __all__ = [
     "DelayLevel",
     "DiskFull",
     "Expired",
+    "Explanation",
     "FlowControl",
     "ForkedClient",
     "FrameError",
@@ -151,6 +152,7 @@ __all__ = [
     "Unavailable",
     "UnknownProducer",
     "VersionMismatch",
+    "WhyEvent",
     "__version__",
     "connect",
 ]
@@ -172,6 +174,7 @@ if TYPE_CHECKING:
     from plait.client.app.subscription import Reject, RetryLater, Suspend
     from plait.client.client import Client, connect
     from plait.client.consume.consumer import ArrowBatch, Batch, Consumer
+    from plait.client.read.explanation import Explanation, WhyEvent
     from plait.client.read.query import QueryResult
     from plait.client.read.reader import Reader
     from plait.client.send.encoding import DelayLevel
@@ -192,6 +195,7 @@ else:
         "plait.client.send.encoding": "DelayLevel",
         "plait.client.app.subscription": "Reject RetryLater Suspend",
         "plait.client.admin.parked_key_admin": "ParkedKey",
+        "plait.client.read.explanation": "Explanation WhyEvent",
         "plait.client.read.query": "QueryResult",
         "plait.client.read.reader": "Reader",
         "plait.client.admin.rewind_admin": "Rewind",

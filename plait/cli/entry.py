@@ -36,6 +36,7 @@ app.command("plait.cli.serving.meta:meta", name="meta", help="Run a meta server 
 app.command("plait.cli.serving.broker_process:broker", name="broker", help="Run a broker of a cluster.")
 app.command("plait.cli.commands.send:send", name="send", help="Send one message, or each line of standard input.")
 app.command("plait.cli.commands.tail:tail", name="tail", help="Print messages as they arrive.")
+app.command("plait.cli.commands.why:why", name="why", help="Explain where a message is for a group, and why.")
 app.command("plait.cli.commands.query:query", name="query", help="Find messages by key, id, headers and time.")
 app.command(
     "plait.cli.commands.subject:app", name="subject", help="List, describe, create, change, expand and delete subjects."

@@ -46,7 +46,7 @@ class BrokerHost:
         self.clock = listener.clock
         self.failed: asyncio.Future[StorageFailed] | None = None
         self.threads = ThreadPoolExecutor(2, "plait-disk")
-        self._index_thread = ThreadPoolExecutor(1, "plait-index")
+        self.index_thread = ThreadPoolExecutor(1, "plait-index")
         self._tasks: list[asyncio.Task[None]] = []
         self._notices = Notices(log)
         self._timer: asyncio.TimerHandle | None = None
@@ -76,7 +76,7 @@ class BrokerHost:
         self.broker.catalog.routed = routed
         report = await self.loop.run_in_executor(self.threads, self.broker.start)
         self.membership = Attachments(self.broker)
-        self.upkeep = DiskUpkeep(self.broker, self.membership, self.threads, self._index_thread, self._storage_failed)
+        self.upkeep = DiskUpkeep(self.broker, self.membership, self.threads, self.index_thread, self._storage_failed)
         self._syncs = Syncs(self.broker, self.clock, self._connections, self.threads, self.fail)
         turn = self.broker.turn
         # A partial instead of a method saves a Python call in every turn with a change.
@@ -100,13 +100,13 @@ class BrokerHost:
         for timer in (self._timer, self._lease_timer):
             if timer is not None:
                 timer.cancel()
-        for pool in (self.threads, self._index_thread):
+        for pool in (self.threads, self.index_thread):
             await self.loop.run_in_executor(None, pool.shutdown)
 
     def release(self) -> None:
         """Close the files and unlock the data directory."""
         self.threads.shutdown(wait=False)
-        self._index_thread.shutdown(wait=False)
+        self.index_thread.shutdown(wait=False)
         if hasattr(self, "broker"):
             self.broker.close()
         if isinstance(self.disk, RealDisk):

@@ -20,6 +20,17 @@ def test_messages_are_found_by_key_id_and_condition(here: Here, subject: str):
     assert [line.split()[-1] for line in table[2:4]] == ["2", "3"]
 
 
+def test_a_message_is_explained(here: Here, subject: str):
+    receipt = json.loads(here("send", subject, "created", "-o", "json").stdout)
+    here("tail", subject, "--group", "billing", "--count", "1", "-o", "json")
+    lines = here("why", receipt["message_id"], "--group", "billing", "--subject", subject).stdout.decode().splitlines()
+    assert "Group billing is done with it: it was acked by consumer" in lines[0]
+    assert "acked by" in lines[4]
+    assert "delivered to" in lines[5]
+    found = json.loads(here("why", receipt["message_id"], "--group", "billing", "-o", "json").stdout)
+    assert (found["state"], found["subject"], found["message_id"]) == ("done", subject, receipt["message_id"])
+
+
 def test_a_cut_query_prints_the_token_that_continues_it(here: Here, subject: str):
     for number in range(3):
         here("send", subject, f"{number}")

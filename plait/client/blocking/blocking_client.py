@@ -369,6 +369,7 @@ class SyncClient:
     # --- consuming ------------------------------------------------------------------------------
 
     query = blocking(Client.query)
+    why = blocking(Client.why)
 
     @signed_as(Client.consumer)
     def consumer(self, *args: Any, **kwargs: Any) -> SyncConsumer:

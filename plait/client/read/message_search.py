@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
+from typing import Final
 
+from plait.client.admin.admin import Admin
 from plait.client.arguments import Duration, limit_of
 from plait.client.net.router import Router
-from plait.client.read.query import QueryResult, QueryRun, caps_of, continued, target_of
+from plait.client.read.explanation import Explanation, explained
+from plait.client.read.query import QueryResult, QueryRun, caps_of, continued, message_id_of, target_of
 from plait.client.types import Message, MessageId, Receipt
-from plait.errors import InvalidArgument
+from plait.errors import DeadLetterNotFound, GroupNotFound, InvalidArgument
 from plait.limits import QUERY_COUNT_MAX, QUERY_SCAN_BYTES, QUERY_SCAN_COUNT, QUERY_SCAN_SECONDS, ClientLimits
 from plait.model import names
 from plait.model.filter_terms import TagFilter
+from plait.wire.admin.why import EXPLAIN_MESSAGE
+
+#: Delayed messages that ``why`` examines in each subject, the next ones that are due.
+DELAYED_EXAMINED_MAX: Final = 10_000
+#: How long the broker may read a history.
+WHY_SECONDS: Final = 60.0
 
 
 class MessageSearch:
     """Base of ``Client``."""
 
     limits: ClientLimits
+    admin: Admin
     _router: Router
     _now: Callable[[], int]
 
@@ -58,3 +69,62 @@ class MessageSearch:
             raise InvalidArgument(f"limit {limit} is over {QUERY_COUNT_MAX} (QUERY_COUNT_MAX); continue with the token")
         caps = caps_of(scan_count, scan_bytes, scan_seconds)
         return await QueryRun(self._router, self.limits, target, limit_of(limit), caps).run(places)
+
+    async def why(
+        self, message_id: MessageId | Receipt | Message | str, *, group: str, subject: str | None = None
+    ) -> Explanation:
+        """Explain where a message is for a group, and why, with the events of its history.
+
+        Without ``subject`` the message is looked for in all subjects that the group consumes, which takes longer.
+        """
+        self._check_open()
+        names.check_group(group)
+        wanted = message_id_of(message_id)
+        if subject is None and isinstance(message_id, Message):
+            subject = message_id.subject
+        subjects = [subject] if subject is not None else await self._subjects_of(group)
+        for each in subjects:
+            found = await self.query(each, message_id=wanted, limit=1)
+            if found:
+                return await self._explain(found[0], group)
+            if found.partial:
+                return Explanation(
+                    wanted, group, f"It was not found yet: {found.reason}.", "unknown", each, partial=True
+                )
+        for each in subjects:
+            for waiting in await self.admin.scheduled(each, limit=DELAYED_EXAMINED_MAX):
+                if waiting.message_id == wanted:
+                    text = f"The message is delayed in {waiting.partition}: it is due at {waiting.deliver_at}."
+                    due = waiting.deliver_at
+                    return Explanation(wanted, group, text, "delayed", each, waiting.partition, due=due)
+        where = f"subject {subject}" if subject is not None else f"the {len(subjects)} subjects of group {group}"
+        text = (
+            f"The message is not stored in {where}: it was never stored there, was cancelled, or retention removed it."
+        )
+        return Explanation(wanted, group, text, "unknown", subject)
+
+    async def _subjects_of(self, group: str) -> list[str]:
+        return sorted({each.subject for each in await self.admin.groups() if each.group == group})
+
+    async def _explain(self, message: Message, group: str) -> Explanation:
+        route = await self._router.refresh(message.subject, create=False)
+        node = self._router.node(route, message.partition.group)
+        asked = EXPLAIN_MESSAGE.packet(subject=message.partition.name, group=group, sequence=message.sequence)
+        try:
+            state = EXPLAIN_MESSAGE.result(await node.request(asked, WHY_SECONDS))
+        except GroupNotFound:
+            text = (
+                f"The message is stored in {message.partition} as sequence {message.sequence} since "
+                f"{message.store_time}. Group {group} does not exist there."
+            )
+            return Explanation(
+                message.message_id, group, text, "no_group", message.subject, message.partition, message.sequence
+            )
+        reason = None
+        if state.state == "dead":
+            with contextlib.suppress(DeadLetterNotFound):
+                letter = await self.admin.dead_letter(
+                    message.subject, group, message.sequence, partition=message.partition
+                )
+                reason = letter.reason
+        return explained(message, group, state, reason)

@@ -13,6 +13,7 @@ from plait.server.broker_host import BrokerHost
 from plait.server.operations import (
     dead_letters,
     delayed,
+    explanations,
     partitions,
     subjects_and_groups,
     transactions,
@@ -26,6 +27,7 @@ from plait.wire.admin import recurrences as r
 from plait.wire.admin import rewinds as w
 from plait.wire.admin import subjects as g
 from plait.wire.admin import transactions as t
+from plait.wire.admin import why as w
 from plait.wire.admin.operation import Operation
 
 #: The functions of operations, which get the broker's host and the request.
@@ -83,6 +85,7 @@ _LATER: Final[_Table] = {
     w.REWIND_GROUP: subjects_and_groups.rewind,
     p.COMPLETE_STAGES: partitions.complete,
     p.PUBLISH_STAGES: partitions.publish,
+    w.EXPLAIN_MESSAGE: explanations.explain,
 }
 _OPERATIONS: Final = {operation.name: operation for operation in (*_NOW, *_COMMITTED, *_LATER)}
 _OF_META_SERVERS: Final = {
