@@ -25,8 +25,8 @@ from plait.storage.logs.action_events import (
     Moved,
     Nacked,
     Returned,
+    Rewound,
     RowEvent,
-    WasReset,
     WentOffline,
     unpack_event,
 )
@@ -43,7 +43,7 @@ EVENTS_MAX: Final = 1_000
 CLOCK_SLACK: Final = 60_000_000
 
 _ROWS: Final = np.array(sorted(OF_ROWS), np.uint8)
-_OTHERS: Final = np.array([Action.OFFLINE, Action.RESET, Action.LOCK, Action.MOVE, Action.HOLD, Action.JOIN], np.uint8)
+_OTHERS: Final = np.array([Action.OFFLINE, Action.REWIND, Action.LOCK, Action.MOVE, Action.HOLD, Action.JOIN], np.uint8)
 
 
 class SegmentPart(NamedTuple):
@@ -148,7 +148,9 @@ class HistoryReader:
     def _event(self, time: int, event: Any) -> None:
         message = self._message
         if not self._ordered:
-            if not isinstance(event, Locked | Moved | Held | Joined):
+            if isinstance(event, Rewound):
+                self._rewound(time, event)
+            elif not isinstance(event, Locked | Moved | Held | Joined):
                 self._found.append((time, event, True))
         elif isinstance(event, Joined):
             if event.cursor in self._cursors:
@@ -163,12 +165,18 @@ class HistoryReader:
         elif isinstance(event, Locked):
             if event.start <= message.lp < event.end:
                 self._found.append((time, event, True))
-        elif isinstance(event, WasReset):
-            self._found.append((time, event, True))
-            # The cursors before it are unknown.
-            self._over = True
+        elif isinstance(event, Rewound):
+            if event.cursor:
+                # The cursors before it are unknown.
+                self._over = True
+            self._rewound(time, event)
         elif isinstance(event, RowEvent) and _holder(event) in {*self._cursors, 0} and not isinstance(event, Returned):
             self._found.append((time, event, len(self._cursors) == 1))
+
+    def _rewound(self, time: int, event: Rewound) -> None:
+        """Rows from the position on come again; earlier ones are skipped, if the rewind skips any."""
+        if event.skipping or event.sequence <= self._message.sequence:
+            self._found.append((time, event, True))
 
     def rows(self, names: dict[int, str]) -> list[HistoryRow]:
         """The events, the newest first. ``names``: the client ids of present consumers."""
@@ -192,7 +200,7 @@ class HistoryReader:
             rows.append(
                 HistoryRow(
                     time,
-                    event.action.name.lower(),
+                    self._name(event),
                     known.get(consumer, f"consumer {consumer}") if consumer and _by_consumer(event) else "",
                     getattr(event, "attempt", 0),
                     event.due if isinstance(event, Nacked) else 0,
@@ -201,6 +209,12 @@ class HistoryReader:
                 )
             )
         return rows[::-1]
+
+    def _name(self, event: Any) -> str:
+        if isinstance(event, Rewound) and event.sequence > self._message.sequence:
+            return "passed"
+        name: str = event.action.name
+        return name.lower()
 
 
 def _by_consumer(event: Any) -> bool:

@@ -105,7 +105,7 @@ def _state_text(group: str, state: MessageState) -> str:
 def _done_text(group: str, state: MessageState) -> str:
     if state.broadcast:
         return f"Group {group} is past it. Deliveries to broadcast consumers are not recorded."
-    last = next((row for row in state.history if row.action in ("ack", "skip", "purge", "reset")), None)
+    last = next((row for row in state.history if row.action in ("ack", "skip", "purge", "passed")), None)
     if last is None:
         end = "its history is older than what was read" if state.partial else "no event of it is left in the action log"
         return f"Group {group} is done with it; {end}."
@@ -119,7 +119,7 @@ def _done_text(group: str, state: MessageState) -> str:
             return f"Group {group} never finished it: retention, damage or an operator skipped it at {time}."
         case "purge":
             return f"It was a dead letter of group {group}, deleted at {time}."
-    return f"Group {group} passed it by a reset at {time}."
+    return f"Group {group} passed it by a rewind that skips messages at {time}."
 
 
 def _times(attempts: int) -> str:
@@ -151,6 +151,8 @@ def _event_text(row: HistoryRow, state: MessageState) -> str:
             return "deleted from the dead letters"
         case "skip":
             return "skipped"
-        case "reset":
-            return "the group was reset"
+        case "rewind":
+            return "delivered again, because the group was rewound"
+        case "passed":
+            return "passed by a rewind of the group that skips messages"
     return row.action

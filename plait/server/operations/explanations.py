@@ -59,7 +59,11 @@ async def _read(
     except PlaitError as error:
         answer(None, error)
         return
+    rows = reader.rows(clients)
+    if state.state == "before" and rows:
+        # A rewind brought it to the group.
+        state = msgspec.structs.replace(state, state="done")
     answer(
-        msgspec.structs.replace(state, history=reader.rows(clients), partial=reader.partial, reached=reader.reached),
+        msgspec.structs.replace(state, history=rows, partial=reader.partial, reached=reader.reached),
         None,
     )

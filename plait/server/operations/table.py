@@ -27,7 +27,7 @@ from plait.wire.admin import recurrences as r
 from plait.wire.admin import rewinds as w
 from plait.wire.admin import subjects as g
 from plait.wire.admin import transactions as t
-from plait.wire.admin import why as w
+from plait.wire.admin import why as y
 from plait.wire.admin.operation import Operation
 
 #: The functions of operations, which get the broker's host and the request.
@@ -85,7 +85,7 @@ _LATER: Final[_Table] = {
     w.REWIND_GROUP: subjects_and_groups.rewind,
     p.COMPLETE_STAGES: partitions.complete,
     p.PUBLISH_STAGES: partitions.publish,
-    w.EXPLAIN_MESSAGE: explanations.explain,
+    y.EXPLAIN_MESSAGE: explanations.explain,
 }
 _OPERATIONS: Final = {operation.name: operation for operation in (*_NOW, *_COMMITTED, *_LATER)}
 _OF_META_SERVERS: Final = {

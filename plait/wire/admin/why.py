@@ -17,7 +17,10 @@ class ExplainMessage(Request):
 
 
 class HistoryRow(msgspec.Struct, frozen=True):
-    """An event of the group that concerns the message, with the name of its action in lower case."""
+    """An event of the group that concerns the message.
+
+    ``action`` is the name of the event's action in lower case, or "passed" for a rewind that skips the message.
+    """
 
     time: int
     action: str
@@ -39,7 +42,7 @@ class MessageState(msgspec.Struct, frozen=True):
     - ``before``: the group began after it; ``next``: not delivered yet, with ``ahead`` messages before it;
     - ``behind``: held by the message ``blocker`` of its key; ``parked``: behind the dead letter ``blocker``;
     - ``held``: delivered to ``client``; ``returned``: delivered again as soon as possible; ``retry``: when ``due``;
-    - ``dead``: a dead letter; ``done``: acked, skipped or passed by a reset, as the history says.
+    - ``dead``: a dead letter; ``done``: acked, skipped or passed by a rewind, as the history says.
     """
 
     state: str
