@@ -116,6 +116,20 @@ async def test_at_most_once_and_rewinds(client: plait.Client) -> None:
     assert "passed it by a rewind" in found.text
 
 
+async def test_messages_that_the_filter_leaves_out(client: plait.Client) -> None:
+    out = await client.send("s", b"1", headers={"city": "SHA", "other": 1}, tags=["new"])
+    await client.send("s", b"2", headers={"city": "BJS"})
+    async with client.consumer("s", "g", where="city = 'BJS'") as consumer:
+        (message,) = await consumer.fetch(1)
+        assert message.body == b"2"
+        await message.ack()
+    found = await client.why(out, group="g")
+    assert found.state == "done"
+    assert "The filter of group g left it out at" in found.text
+    assert "The filter is now: city = 'BJS'. The message has city = 'SHA', tags = ['new']." in found.text
+    assert actions(found) == ["left out by the filter of the group"]
+
+
 async def test_a_long_history_is_partial(client: plait.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     receipt = await client.send("s", b"1")
     async with client.consumer("s", "g") as consumer:

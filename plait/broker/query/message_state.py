@@ -42,7 +42,9 @@ def state_of(broker: Broker, group: Group, sequence: int, row: RowKey | None) ->
     """Where the row is now, without its history."""
     partition, definition = group.partition, group.definition
     online = sum(consumer.connected for consumer in group.consumers.values())
-    found = MessageState("done", definition.delivery, definition.ordered, definition.broadcast, online=online)
+    found = MessageState(
+        "done", definition.delivery, definition.ordered, definition.broadcast, online=online, filter=definition.filter
+    )
 
     def state(name: str, **fields: int | str) -> MessageState:
         return msgspec.structs.replace(found, state=name, **fields)

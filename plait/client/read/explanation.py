@@ -8,6 +8,7 @@ import msgspec
 
 from plait.client.arguments import to_datetime
 from plait.client.types import Message, MessageId, PartitionName
+from plait.model.filter_terms import FilterTerms
 from plait.model.reason import Reason
 from plait.wire.admin.why import HistoryRow, MessageState
 
@@ -69,7 +70,20 @@ def explained(message: Message, group: str, state: MessageState, reason: Reason 
 
 def _text(message: Message, group: str, state: MessageState) -> str:
     stored = f"The message is stored in {message.partition} as sequence {message.sequence} since {message.store_time}."
-    return f"{stored} {_state_text(group, state)}"
+    text = f"{stored} {_state_text(group, state)}"
+    if state.filter is not None and any(row.action == "filtered" for row in state.history[:1]):
+        text += f" {_filter_text(message, state.filter)}"
+    return text
+
+
+def _filter_text(message: Message, terms: FilterTerms) -> str:
+    """The present filter of the group, and the values of the message that it looks at."""
+    parts = [f"tags {kind} {', '.join(tags)}" for kind, tags in msgspec.structs.asdict(terms.tags).items() if tags]
+    parts += [terms.where] if terms.where else []
+    values = [f"{name} = {value!r}" for name, value in sorted(message.headers.items()) if name in terms.where]
+    values += [f"tags = {message.tags}"] if message.tags else []
+    values += [f"key = {message.key!r}"] if message.key is not None else []
+    return f"The filter is now: {'; '.join(parts)}. The message has {', '.join(values) or 'none of its values'}."
 
 
 def _state_text(group: str, state: MessageState) -> str:
@@ -105,7 +119,7 @@ def _state_text(group: str, state: MessageState) -> str:
 def _done_text(group: str, state: MessageState) -> str:
     if state.broadcast:
         return f"Group {group} is past it. Deliveries to broadcast consumers are not recorded."
-    last = next((row for row in state.history if row.action in ("ack", "skip", "purge", "passed")), None)
+    last = next((row for row in state.history if row.action in ("ack", "filtered", "skip", "purge", "passed")), None)
     if last is None:
         end = "its history is older than what was read" if state.partial else "no event of it is left in the action log"
         return f"Group {group} is done with it; {end}."
@@ -115,6 +129,8 @@ def _done_text(group: str, state: MessageState) -> str:
             return f"Group {group} delivered it{by} at {time}; at-most-once groups record no ack."
         case "ack":
             return f"Group {group} is done with it: it was acked{by} at {time}."
+        case "filtered":
+            return f"The filter of group {group} left it out at {time}."
         case "skip":
             return f"Group {group} never finished it: retention, damage or an operator skipped it at {time}."
         case "purge":
@@ -149,6 +165,8 @@ def _event_text(row: HistoryRow, state: MessageState) -> str:
             return "resent from the dead letters"
         case "purge":
             return "deleted from the dead letters"
+        case "filtered":
+            return "left out by the filter of the group"
         case "skip":
             return "skipped"
         case "rewind":

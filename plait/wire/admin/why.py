@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from plait.limits import Int64
+from plait.model.filter_terms import FilterTerms
 from plait.wire.admin.operation import Operation, Request
 
 
@@ -57,6 +58,8 @@ class MessageState(msgspec.Struct, frozen=True):
     ahead: int = 0
     #: Consumers of the group that are connected.
     online: int = 0
+    #: The filter of the group.
+    filter: FilterTerms | None = None
     #: Newest first.
     history: list[HistoryRow] = []
     #: True if the history ends before the message was stored, because enough of the log was read.
