@@ -46,7 +46,7 @@ _ROWS: Final = np.array(sorted(OF_ROWS), np.uint8)
 _OTHERS: Final = np.array([Action.OFFLINE, Action.REWIND, Action.LOCK, Action.MOVE, Action.HOLD, Action.JOIN], np.uint8)
 
 
-class SegmentPart(NamedTuple):
+class ActionPiece(NamedTuple):
     """A written part of a segment of the action log."""
 
     view: memoryview
@@ -69,7 +69,7 @@ class Concerned(NamedTuple):
 class HistoryReader:
     """Reads until the message was stored, or until enough was read."""
 
-    def __init__(self, pieces: Sequence[SegmentPart], message: Concerned, *, ordered: bool) -> None:
+    def __init__(self, pieces: Sequence[ActionPiece], message: Concerned, *, ordered: bool) -> None:
         #: The newest is the last.
         self._pieces = list(pieces)
         self._message = message
@@ -107,7 +107,7 @@ class HistoryReader:
                 self.partial = self._over = True
         return not self._over
 
-    def _next_position(self, piece: SegmentPart) -> bool:
+    def _next_position(self, piece: ActionPiece) -> bool:
         """Note the position of the next frame; False: there is none."""
         at = self._at
         if at + HEADER_SIZE > piece.size or piece.view[at : at + 3] != PREFIX:
@@ -119,7 +119,7 @@ class HistoryReader:
         self._at = at + size
         return True
 
-    def _frame(self, piece: SegmentPart, position: int) -> None:
+    def _frame(self, piece: ActionPiece, position: int) -> None:
         try:
             frame = FrameView(piece.view, position).verify()
             if frame.partition == DEFINITIONS:

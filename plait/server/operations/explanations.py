@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 
 from plait import tasks
-from plait.broker.query.history import Concerned, HistoryReader, SegmentPart
+from plait.broker.query.history import Concerned, HistoryReader, ActionPiece
 from plait.broker.query.message_state import cursor_of, key_of, state_of
 from plait.errors import InvalidArgument, PlaitError, Unavailable
 from plait.frame.header import SEQUENCE_MAX
@@ -37,7 +37,7 @@ def explain(host: BrokerHost, request: ExplainMessage, answer: Answer) -> None:
         0 if cursor is None else cursor.id,
         0 if cursor is None else cursor.owner,
     )
-    pieces = [SegmentPart(each.view, each.written - each.base) for each in host.broker.action_log.segments]
+    pieces = [ActionPiece(each.view, each.written - each.base) for each in host.broker.action_log.segments]
     reader = HistoryReader(pieces, message, ordered=group.definition.ordered)
     clients = {consumer.id: consumer.client for consumer in group.consumers.values()}
     tasks.start(
