@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 
 from plait import tasks
-from plait.broker.query.history import Concerned, HistoryReader, ActionPiece
+from plait.broker.query.history import ActionPiece, Concerned, HistoryReader
 from plait.broker.query.message_state import cursor_of, key_of, state_of
 from plait.errors import InvalidArgument, PlaitError, Unavailable
 from plait.frame.header import SEQUENCE_MAX
