@@ -43,7 +43,7 @@ FILTER_WILDCARDS_MAX: Final = 12
 #: times messages or bytes.
 FILTER_PART_COUNT: Final = 1 << 16
 FILTER_PART_BYTES: Final = 1 * MIB
-FILTER_PART_WORK: Final = 1 << 19
+FILTER_PART_WORK: Final = 1 << 21
 #: What all filters of a broker examine in one turn of its loop, so that they do not delay other requests: seconds; and
 #: messages, frames and bytes of frames, whatever the clock says. A commit and the other requests come in between.
 FILTER_SCAN_SECONDS: Final = 0.02

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from plait.filter.patterns import Form, Pattern
-from plait.filter.values import Number, Values, arrow, as_flags, both, either, truth
+from plait.filter.values import Number, Values, arrow, as_flags, both, either, text_array, truth
 
 _NUMBERS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "=": np.equal,
@@ -36,19 +37,27 @@ _WHOLE_END: Final = float(1 << 63)
 
 def compare(op: str, left: Values, right: Values) -> Values:
     """The rows for which ``left op right`` is true; unknown for values of different types."""
+    number = _NUMBERS[op]
     true: Any = False
     known: Any = False
+    if left.whole is not None and right.whole is not None:
+        known = both(left.whole.valid, right.whole.valid)
+        true = both(number(left.whole.data, right.whole.data), known)
+    if left.text is not None and right.text is not None:
+        valid = both(left.text.valid, right.text.valid)
+        known = either(known, valid)
+        true = either(true, both(_texts(op, left.text.data, right.text.data), valid))
+    if left.real is None and right.real is None:
+        return truth(true, known)
     for a, b, compared in (
-        (left.whole, right.whole, _NUMBERS[op]),
-        (left.real, right.real, _NUMBERS[op]),
-        (left.whole, right.real, lambda a, b: _whole_with_real(op, a, b)),
-        (left.real, right.whole, lambda a, b: _whole_with_real(_MIRRORED[op], b, a)),
-        (left.text, right.text, lambda a, b: _texts(op, a, b)),
+        (left.real, right.real, number),
+        (left.whole, right.real, partial(_whole_with_real, op)),
+        (right.whole, left.real, partial(_whole_with_real, _MIRRORED[op])),
     ):
         if a is not None and b is not None:
             valid = both(a.valid, b.valid)
-            true = either(true, both(compared(a.data, b.data), valid))
             known = either(known, valid)
+            true = either(true, both(compared(a.data, b.data), valid))
     return truth(true, known)
 
 
@@ -94,7 +103,7 @@ class Literals(NamedTuple):
         as_wholes = [int(each) for each in reals if each.is_integer() and abs(each) < _WHOLE_END]
         as_reals = [float(each) for each in wholes if int(float(each)) == each]
         return cls(
-            pa.array(texts, pa.string()),
+            text_array(texts),
             np.array(wholes + as_wholes, np.int64),
             np.array(reals + as_reals, np.float64),
             bool(texts),
@@ -139,7 +148,7 @@ def like(value: Values, pattern: Pattern) -> Values:
     }
     data, valid = value.text
     if pattern.form is Form.WHOLE:
-        true = as_flags(pc.equal(arrow(data), pa.scalar(pattern.text)))
+        true = as_flags(pc.equal(arrow(data), arrow(pattern.text)))
     else:
         true = as_flags(functions[pattern.form](arrow(data), pattern=pattern.text))
     return truth(both(true, valid), valid)

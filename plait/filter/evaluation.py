@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from plait.filter.arithmetic import ARITHMETIC, calculate
 from plait.filter.comparisons import among, compare, like
@@ -52,10 +51,9 @@ def evaluate(node: Term, fields: Fields) -> Values:
     return calculate(node.op, left, right) if node.op in ARITHMETIC else compare(node.op, left, right)
 
 
-def wanted(node: Term, fields: Fields, count: int) -> npt.NDArray[np.bool_]:
-    """The rows for which the condition is true."""
-    true, known = _condition(evaluate(node, fields))
-    return np.broadcast_to(both(true, known), (count,))
+def wanted(node: Term, fields: Fields) -> Any:
+    """Flags of the rows for which the condition is true."""
+    return both(*_condition(evaluate(node, fields)))
 
 
 def _known(value: Values) -> Any:
@@ -93,6 +91,6 @@ def _junction(node: Term, fields: Fields) -> Values:
         false = both(known, opposite(true))
         decided = either(decided, true if is_or else false)
         undone = both(undone, false if is_or else true)
-        if decided is True or np.all(decided):
+        if decided is True or (decided is not False and decided.all()):
             break
     return truth(decided if is_or else undone, either(decided, undone))

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from plait.filter.values import Flags, Number, Text, Values
+from plait.filter.values import Flags, Number, Text, Values, as_flags, text_array
 from plait.frame.arrow import keys
 from plait.frame.columns import TAG_SEPARATOR, Column
-from plait.frame.header_block import TEXT, HeaderBlock, HeaderColumn, read_headers
+from plait.frame.header_block import BOOL, TEXT, HeaderColumn, part_of, read_headers
 from plait.frame.view import FrameView
 
 _NOTHING = Values()
@@ -41,19 +41,20 @@ class FrameFields:
         #: The maps of each row with the other headers, and their names that are used.
         self.maps: pa.Array | None = None
         self.mapped = used.headers
-        self.block: HeaderBlock | None = None
         if used.headers and frame.has(Column.HEADERS):
-            self.block = frame.header_block()
-            if self.block is None:
+            block = frame.header_block()
+            if block is None:
                 self.maps = frame.binary(Column.HEADERS)
             else:
-                self.columns = {each.name: each for each in self.block.columns if each.name in used.headers}
+                self.columns = {each.name: each for each in block.columns if each.name in used.headers}
                 self.mapped = used.headers - self.columns.keys()
-                self.maps = self.block.rest_maps() if self.mapped else None
+                self.maps = block.rest_maps() if self.mapped else None
 
     def end_of(self, first: int, count_max: int, size_max: int) -> int:
         """The end of the rows from ``first`` that have at most this count and this size; at least one row."""
         last = min(first + max(count_max, 1), self.frame.count)
+        if (self.frame.size + self.frame.inflated_size) * _MAP_COST <= size_max:
+            return last
         texts = [(each.values, 1) for each in self.columns.values() if each.kind == TEXT]
         texts += [(_offsets(each), 1) for each in (self.keys, self.tags) if each is not None]
         if self.maps is not None:
@@ -94,9 +95,10 @@ class PartFields:
             if column is None:
                 self._read_maps()
                 return self._values.setdefault(name, _NOTHING)
-            assert self._whole.block is not None
-            array = self._whole.block.part(column, self._first, self._first + self._count)
-            values = self._values[name] = _texts(array) if column.kind == TEXT else _numbers(array)
+            first, last = self._first, self._first + self._count
+            text = column.kind == TEXT
+            values = _texts(part_of(column, first, last)) if text else _numbers(column, first, last)
+            self._values[name] = values
         return values
 
     def _read_maps(self) -> None:
@@ -120,7 +122,7 @@ class PartFields:
         import pyarrow.compute as pc
 
         found = pc.match_substring(tags.slice(self._first, self._count), f"{TAG_SEPARATOR}{tag}{TAG_SEPARATOR}")
-        flags: npt.NDArray[np.bool_] = found.to_numpy(zero_copy_only=False)
+        flags: Flags = as_flags(found)
         return flags
 
 
@@ -130,22 +132,17 @@ def _offsets(array: pa.Array) -> npt.NDArray[np.int32]:
 
 
 def _texts(array: pa.Array) -> Values:
-    return Values(text=Text(array, _valid(array)))
+    return Values(text=Text(array, True if not array.null_count else as_flags(array.is_valid())))
 
 
-def _valid(array: pa.Array) -> Flags:
-    return True if not array.null_count else array.is_valid().to_numpy(zero_copy_only=False)
-
-
-def _numbers(array: pa.Array) -> Values:
-    valid = _valid(array)
-    filled = array if valid is True else array.fill_null(False if pa.types.is_boolean(array.type) else 0)
-    data: npt.NDArray[Any] = filled.to_numpy(zero_copy_only=False)
+def _numbers(column: HeaderColumn, first: int, last: int) -> Values:
+    valid: Flags = True if column.present is None else column.present[first:last].view(np.bool_)
+    data = column.values[first:last]
+    if column.kind == BOOL:
+        return Values(whole=Number(data.view(np.bool_), valid))
     if data.dtype == np.float64:
         return Values(real=_without_nan(data, valid))
-    if data.dtype != np.uint64:
-        return Values(whole=Number(data, valid))
-    return _unsigned(data, valid)
+    return _unsigned(data, valid) if data.dtype == np.uint64 else Values(whole=Number(data.astype(np.int64), valid))
 
 
 def _without_nan(data: npt.NDArray[np.float64], valid: Flags) -> Number:
@@ -164,13 +161,18 @@ def _unsigned(data: npt.NDArray[np.uint64], valid: Flags) -> Values:
 
 def _mixed(values: list[Any]) -> Values:
     """Values of any kinds, one for each row; None: null."""
+    types = set(map(type, values))
+    if types == _ONLY_TEXT:
+        return Values(text=Text(text_array(values), True))
+    if types == _ONLY_WHOLE and max(values) < _WHOLE_END:
+        return Values(whole=Number(np.array(values, np.int64), True))
     kinds = [_kind(value) for value in values]
     if not any(kinds):
         return _NOTHING
     is_text, is_whole, is_real = (np.fromiter((each is kind for each in kinds), bool, len(kinds)) for kind in _KINDS)
     text = whole = real = None
     if is_text.any():
-        text = Text(pa.array(_chosen(values, is_text, None), pa.string()), is_text)
+        text = Text(text_array(_chosen(values, is_text, "")), is_text)
     if is_whole.any():
         whole = Number(np.array(_chosen(values, is_whole, 0), np.int64), is_whole)
     if is_real.any():
@@ -179,6 +181,8 @@ def _mixed(values: list[Any]) -> Values:
 
 
 _KINDS = (str, int, float)
+_ONLY_TEXT = {str}
+_ONLY_WHOLE = {int}
 
 
 def _kind(value: Any) -> type | None:

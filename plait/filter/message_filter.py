@@ -47,7 +47,9 @@ class Filter:
             key=any(node.op == "field" and node.value == "key" for node in nodes),
         )
         #: How many operations on columns an evaluation takes.
-        self._cost = max(len(nodes) + len(tags.any) + len(tags.all) + len(tags.none), 1)
+        cost = max(len(nodes) + len(tags.any) + len(tags.all) + len(tags.none), 1)
+        self._count_max = min(FILTER_PART_COUNT, FILTER_PART_WORK // cost)
+        self._size_max = min(FILTER_PART_BYTES, FILTER_PART_WORK * _ROW_BYTES // cost)
 
     def rows(self, frame: FrameView) -> npt.NDArray[np.bool_]:
         """A mask of the wanted rows of a valid frame."""
@@ -60,11 +62,9 @@ class Filter:
         A part takes a few milliseconds at most, and memory for its own rows only.
         """
         fields = FrameFields(frame, self._used)
-        count_max = min(FILTER_PART_COUNT, FILTER_PART_WORK // self._cost)
-        size_max = min(FILTER_PART_BYTES, FILTER_PART_WORK * _ROW_BYTES // self._cost)
         step = max(count, _FIRST_COUNT_MIN)
         while first < last:
-            end = min(fields.end_of(first, min(step, count_max, last - first), size_max), last)
+            end = min(fields.end_of(first, min(step, self._count_max, last - first), self._size_max), last)
             yield Examined(first, end, self._mask(fields.part(first, end), end - first))
             first, step = end, 2 * step
 
@@ -78,7 +78,9 @@ class Filter:
         for tag in tags.none:
             mask = both(mask, opposite(fields.tagged(tag)))
         if self._condition is not None and np.any(mask):
-            mask = both(mask, wanted(self._condition, fields, count))
+            mask = both(mask, wanted(self._condition, fields))
+        if isinstance(mask, np.ndarray) and mask.shape == (count,):
+            return mask
         return np.broadcast_to(mask, (count,))
 
 

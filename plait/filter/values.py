@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -74,8 +76,32 @@ def as_flags(found: pa.BooleanArray | pa.BooleanScalar) -> Any:
     """The result of an Arrow function as flags; null is false."""
     if isinstance(found, pa.Scalar):
         return bool(found.as_py())
-    return found.fill_null(False).to_numpy(zero_copy_only=False)
+    # Not ``to_numpy``, which imports pandas: that would block the loop for a quarter of a second.
+    valid, values = found.buffers()
+    flags = _bits(values, found)
+    return flags & _bits(valid, found) if found.null_count else flags
+
+
+def _bits(buffer: pa.Buffer, array: pa.BooleanArray) -> npt.NDArray[np.bool_]:
+    bits = np.unpackbits(np.frombuffer(buffer, np.uint8), count=array.offset + len(array), bitorder="little")
+    return bits[array.offset :].view(np.bool_)
+
+
+def text_array(texts: Sequence[str]) -> pa.Array:
+    """Text by row. Not ``pa.array``, which imports pandas."""
+    encoded = [text.encode() for text in texts]
+    offsets = np.zeros(len(encoded) + 1, np.int32)
+    np.cumsum(list(map(len, encoded)), out=offsets[1:])
+    return pa.Array.from_buffers(
+        pa.string(), len(encoded), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    )
 
 
 def arrow(text: pa.Array | str) -> pa.Array | pa.Scalar:
-    return pa.scalar(text) if isinstance(text, str) else text
+    return _scalar(text) if isinstance(text, str) else text
+
+
+@lru_cache(256)
+def _scalar(text: str) -> pa.Scalar:
+    """Not ``pa.scalar``, which imports pandas."""
+    return text_array([text])[0]

@@ -206,12 +206,6 @@ class HeaderBlock:
         """
         return next((_array(column, self.count) for column in self.columns if column.name == name), None)
 
-    def part(self, column: HeaderColumn, first: int, last: int) -> pa.Array:
-        """The values of a column in the rows [first, last), as ``array`` has them."""
-        if not (first or last < self.count):
-            return _array(column, self.count)
-        return _array(_picked(column, slice(first, last)), last - first)
-
     def rest_maps(self) -> pa.Array | None:
         """For each row the msgpack map of the names that have no column; None if no row has such names."""
         return None if self.rest is None else wrap_binary(self.rest.values, self.rest.data)
@@ -269,6 +263,11 @@ class HeaderBlock:
 
 def ends_of(rows: Sequence[bytes]) -> Offsets:
     return np.fromiter(accumulate(map(len, rows), initial=0), I32, len(rows) + 1)
+
+
+def part_of(column: HeaderColumn, first: int, last: int) -> pa.Array:
+    """The values of a column in the rows [first, last), as ``HeaderBlock.array`` has them."""
+    return _array(_picked(column, slice(first, last)), last - first)
 
 
 def _array(column: HeaderColumn, count: int) -> pa.Array:

@@ -286,7 +286,11 @@ class Handlers:
             head = m.ReadReply(partition.id, partition.row.name, batch.end, more)
             connection.answer(correlation, head, batch.parts, batch.size)
 
-        self._broker.read(partition, start, read.count, read.size, wait, reply, wanted)
+        try:
+            self._broker.read(partition, start, read.count, read.size, wait, reply, wanted)
+        except PlaitError:
+            polls.pop(correlation, None)
+            raise
         self._host.arm_timer()
 
     def _transaction_checks(

@@ -186,7 +186,7 @@ def test_a_frame_that_takes_long_is_examined_in_several_turns():
     headers = [encode({"amount": number}) for number in range(count)]
     node.submit(producer.frame("orders", *[b"%d" % number for number in range(count)], headers=headers, send_time=5))
     node.turn()
-    clock.tick = 0.005
+    clock.tick = 0.015
     answers = read(node, f"{' OR '.join(['amount < 0'] * 150)} OR amount = 19000", wait=30.0)
     turns = 1
     while not answers:
@@ -194,4 +194,4 @@ def test_a_frame_that_takes_long_is_examined_in_several_turns():
         turns += 1
     assert numbers_of(answers[0]) == [19_000]
     assert answers[0].end > 19_000
-    assert turns >= 4
+    assert turns >= 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 import plait
 import plait.sync
 from plait.broker.partitions import filtered_read
+from plait.broker.partitions.partition import ReadBatch
 from plait.filter import scan_budget
 from plait.testing import EmbeddedBroker
 
@@ -106,6 +109,53 @@ async def test_a_reader_whose_wait_ends_does_not_examine_the_same_messages_again
             assert reader.position == ["sequence", 20]
 
 
+async def test_a_fetch_that_does_not_wait_examines_a_part_and_the_next_one_continues(
+    client: plait.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan_budget, "FILTER_SCAN_FRAMES", 1)
+    await send_orders(client, 160)
+    async with client.reader("orders", start="earliest", where="amount = 159") as reader:
+        # The first frame has 80 messages, each of the others has one.
+        for end in (80, 81, 82):
+            assert await reader.fetch(10, wait=0) == []
+            assert reader.position == ["sequence", end]
+        [message] = await reader.fetch(10, wait=20)
+        assert message.body == b"159"
+
+
+@pytest.fixture
+def endless_search(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """No search of the broker gets on. The event is set when one begins."""
+    begun = asyncio.Event()
+
+    def endless(partition: Any, log: Any, start: int, *rest: Any) -> ReadBatch:
+        begun.set()
+        return ReadBatch(start, full=True)
+
+    monkeypatch.setattr(filtered_read, "read_filtered", endless)
+    return begun
+
+
+async def test_a_fetch_ends_with_its_time(client: plait.Client, endless_search: asyncio.Event) -> None:
+    await send_orders(client, 20)
+    async with client.reader("orders", start="earliest", where="amount = 19") as reader, asyncio.timeout(10):
+        assert await reader.fetch(10, wait=0.1) == []
+        assert await reader.fetch(10, wait=0) == []
+
+
+async def test_a_closed_reader_sends_no_more_requests(broker: EmbeddedBroker, endless_search: asyncio.Event) -> None:
+    async with broker.connect(limits=plait.ClientLimits(pull_wait_seconds=0.05)) as client:
+        await send_orders(client, 20)
+        async with client.reader("orders", start="earliest", where="amount = 19") as reader:
+            endless_search.clear()
+            fetching = asyncio.ensure_future(reader.fetch(10, wait=60))
+            await endless_search.wait()
+            await reader.close()
+            with pytest.raises(plait.Closed):
+                async with asyncio.timeout(10):
+                    await fetching
+
+
 @pytest.mark.parametrize(
     ("filters", "error", "text"),
     [
@@ -122,6 +172,36 @@ async def test_a_wrong_filter_is_refused_when_the_reader_opens(
     with pytest.raises(error, match=text):
         async with client.reader("orders", **filters):
             pass
+
+
+async def test_a_read_that_fails_frees_its_poll(
+    client: plait.Client, broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise plait.LimitExceeded("too much")
+
+    await client.send("orders", b"")
+    async with client.reader("orders", start="earliest", where="amount = 1") as reader:
+        monkeypatch.setattr(filtered_read, "read_filtered", failing)
+        with pytest.raises(plait.LimitExceeded):
+            await reader.fetch(1, wait=5)
+    assert [dict(connection.polls) for connection in broker.server.connections if connection.polls] == []
+
+
+def test_filters_do_not_load_pandas() -> None:
+    """It takes a quarter of a second of the broker's loop."""
+    code = """
+import sys, msgspec, numpy as np
+from plait.filter.message_filter import compile_filter
+from plait.frame import FrameView, build_frame
+from plait.model.filter_terms import FilterTerms
+rows = [msgspec.msgpack.encode(each) for each in ({"a": 1, "b": "x"}, {"a": 0.5}, {"a": "y"})]
+frame = FrameView(build_frame([b""] * 3, producer=1, first=1, headers=rows).tobytes())
+for where in ("a IN (1, 0.5, 'y')", "b LIKE '%x'", "b < 'y' OR a > 5"):
+    compile_filter(FilterTerms(where=where)).rows(frame)
+assert "pandas" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_blocking_code_has_filters(plait_broker: EmbeddedBroker) -> None:

@@ -52,11 +52,13 @@ class ReadPosition:
         #: Receives the messages in the same step in which the position advances: a reader that is cancelled while it
         #: waits for other partitions does not lose them.
         self._rows = rows
+        self._given_up = False
         #: A read that runs in the background.
         self.reading: asyncio.Task[None] | None = None
 
     def give_up(self) -> None:
-        """End the read that runs in the background."""
+        """End the read that runs in the background, and begin no other request."""
+        self._given_up = True
         if self.reading is not None:
             self.reading.cancel()
             self.reading = None
@@ -69,8 +71,11 @@ class ReadPosition:
     async def read(self, count: int, wait: float) -> None:
         """Read up to ``count`` messages, waiting ``wait`` seconds for the first.
 
-        Adds nothing if a concurrent read has advanced the position.
+        A read with a filter examines a part of the log with each request. It ends when the time is over, wherever the
+        search is, and the next read continues there. Adds nothing if a concurrent read has advanced the position.
         """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait
         more = True
         while more:
             begun = self.position
@@ -84,8 +89,8 @@ class ReadPosition:
                 messages += delivered.messages(0, frame.count)
             self._rows.extend(messages)
             self.position = ["sequence", answer.next]
-            # A read with a filter examines a part of the log at a time.
-            more = answer.more and not messages
+            wait = deadline - loop.time()
+            more = answer.more and not messages and wait > 0 and not self._given_up
 
     async def _ask(self, count: int, wait: float) -> tuple[m.ReadReply, memoryview]:
         while True:
@@ -181,7 +186,10 @@ class Reader:
             partition.give_up()
 
     async def fetch(self, count: int = 500, wait: Duration = 1.0) -> list[Message]:
-        """Up to ``count`` messages, or ``pull_bytes`` of them. Waits up to ``wait`` seconds for the first."""
+        """Up to ``count`` messages, or ``pull_bytes`` of them. Waits up to ``wait`` seconds for the first.
+
+        A reader with a filter also searches stored messages for no longer than this; the next call continues there.
+        """
         if count < 1:
             raise InvalidArgument(f"count must be 1 or more, not {count}")
         await self._fill(count, seconds_of(wait))
