@@ -297,6 +297,23 @@ def test_deleting_a_subject_deletes_its_half_messages(node: Node):
     assert delivered(node) == []
 
 
+def test_a_subject_that_is_deleted_during_a_checkpoint_is_not_published(node: Node):
+    tx = begun(node)
+    tx.send(node, "orders", b"a")
+    tx.send(node, "bills", b"b")
+    node.broker.snapshots.begin()
+    node.broker.delete_subject("orders")
+    node.turn()
+    work = node.broker.snapshots.work
+    assert work is not None
+    work.copy_all().run()
+    node.broker.snapshots.end(work)
+    node = node.killed()
+    decide(node, tx, commit=True)
+    assert delivered(node, "bills") == [b"b"]
+    assert not node.broker.transactions.table.live
+
+
 def test_a_full_disk_delays_publishing_and_loses_nothing(node: Node):
     tx = begun(node)
     tx.send(node, "orders", b"a")
@@ -461,6 +478,17 @@ def test_a_new_message_starts_the_first_interval_again(node: Node):
     node.later(5)
     assert waiting.answers == []
     node.later(1.1)
+    assert waiting.answers == [[7]]
+
+
+def test_a_new_message_ends_the_wait_for_a_producer(node: Node):
+    tx = begun(node)
+    tx.send(node, "orders", b"a")
+    node.later(100)
+    tx.send(node, "orders", b"b")
+    waiting = poll(node)
+    assert waiting.answers == []
+    node.later(6.1)
     assert waiting.answers == [[7]]
 
 

@@ -120,11 +120,15 @@ class CheckBacks:
                 self._check_after(transaction, self._turn.limits.transaction_check_seconds)
 
     def _take(self, producer_group: str) -> list[StoredTransaction]:
-        """The next transactions that wait for a producer, without those that were decided meanwhile."""
-        waiting = self._waiting.get(producer_group, {})
+        """The next transactions that wait for a producer.
+
+        Drops those that were decided meanwhile, or got another message and are due later.
+        """
+        waiting, now = self._waiting.get(producer_group, {}), self._turn.clock.monotonic()
+        live = self._transactions.table.live
         found: list[StoredTransaction] = []
         for number, transaction in list(waiting.items()):
-            if transaction.state != OPEN or self._transactions.table.live.get(number) is not transaction:
+            if transaction.state != OPEN or live.get(number) is not transaction or transaction.check_at > now:
                 del waiting[number]
             elif len(found) < CHECKS_PAGE_MAX:
                 found.append(transaction)

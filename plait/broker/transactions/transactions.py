@@ -274,6 +274,10 @@ class Transactions:
 
         ``uncertain``: no checkpoint was readable, so decisions may be lost. An operator decides then.
         """
+        # A checkpoint copies the table first, so it may have rows of subjects that were deleted before it ended.
+        for number in {number for each in self.table.live.values() for number in each.parts}:
+            if number not in self._catalog.partitions:
+                self.table.drop_partition(number)
         for transaction in list(self.table.live.values()):
             if transaction.state == COMMITTED:
                 self._decided(transaction, commit=True)
