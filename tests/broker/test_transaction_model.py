@@ -126,8 +126,8 @@ class Model:
             self.node.broker.transactions.decide(deal.tx.id, commit=commit, rows=rows)
         except TransactionDecided as error:
             assert deal.outcome is not commit
-            self._confirmed(deal, committed=error.details["outcome"] == "committed")
-            return
+            # A server answers this after the commit too.
+            commit = error.details["outcome"] == "committed"
         except (TransactionNotFound, TransactionIncomplete):
             assert not deal.rows or self.mode == MODES[2] or self._deleted(deal)
             deal.requested = {False}

@@ -72,13 +72,13 @@ _COMMITTED: Final[_Table] = {
     s.CANCEL_DELAYED: delayed.cancel,
     s.RESCHEDULE: delayed.reschedule,
     t.BEGIN_TRANSACTION: transactions.begin,
-    t.DECIDE_TRANSACTION: transactions.decide,
     p.OPEN_STAGE: partitions.open_stage,
     p.DROP_STAGES: partitions.drop_stages,
     p.FORGET_BATCHES: lambda h, r: h.broker.stages.forget(r.query, r.batch),
 }
 #: Answered when the function calls its third argument, with the result or with an error.
 _LATER: Final[_Table] = {
+    t.DECIDE_TRANSACTION: transactions.decide,
     p.OPEN_PARTITION: partitions.open_partition,
     p.SEAL_PARTITION: partitions.seal_partition,
     p.DROP_PARTITION: partitions.drop_partition,

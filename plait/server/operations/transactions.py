@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from plait.broker.transactions import transaction_requests
-from plait.errors import InvalidArgument
+from plait.errors import InvalidArgument, TransactionDecided
 from plait.limits import TRANSACTIONS_PAGE_MAX
 from plait.model.transaction_row import TransactionRow
 from plait.server.broker_host import BrokerHost
+from plait.server.operations.partitions import Answer
 from plait.wire.admin.operation import Page
 from plait.wire.admin.transactions import (
     BeginTransaction,
@@ -21,9 +22,14 @@ def begin(host: BrokerHost, request: BeginTransaction) -> None:
     host.arm_timer()
 
 
-def decide(host: BrokerHost, request: DecideTransaction) -> None:
-    number = _checked(request.transaction)
-    host.broker.transactions.decide(number, commit=request.outcome == "commit", rows=request.rows)
+def decide(host: BrokerHost, request: DecideTransaction, answer: Answer) -> None:
+    """Answered after the commit, also if it was decided before: a crash may lose a decision that is not committed."""
+    number, refusal = _checked(request.transaction), None
+    try:
+        host.broker.transactions.decide(number, commit=request.outcome == "commit", rows=request.rows)
+    except TransactionDecided as error:
+        refusal = error
+    host.broker.turn.answer_after_commit(lambda: answer(None, refusal))
 
 
 def list_(host: BrokerHost, request: ListTransactions) -> Page[TransactionRow]:

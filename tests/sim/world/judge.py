@@ -44,6 +44,11 @@ def _group(ledger: Ledger, group: GroupPlan, loose: set[str]) -> list[str]:
         for handling in history.handlings
         if int(handling.value) in ledger.cancelled
     ]
+    texts += [
+        f"{group.subject}/{group.name}: {handling.value} of an uncommitted transaction is handled"
+        for handling in history.handlings
+        if ledger.revoked(int(handling.value))
+    ]
     return texts + _lost(ledger, group)
 
 

@@ -39,6 +39,9 @@ class Ledger:
         self.cancelled: set[int] = set()
         #: Messages whose cancellation has an unknown outcome: they may be handled or not.
         self.perhaps_cancelled: set[int] = set()
+        #: Message → its transaction; and the transactions that are committed in the local database of the producers.
+        self.transactions: dict[int, str] = {}
+        self.committed: set[str] = set()
         #: (subject, group, member of a broadcast) → the messages that were handled with success.
         self.done: dict[tuple[str, str, str], set[int]] = defaultdict(set)
         #: When a group, or a member of a broadcast, attached first: it must handle everything that is sent later.
@@ -60,6 +63,10 @@ class Ledger:
 
     def stored(self, record: RecordedSend, subject: str, due: float | None) -> None:
         self.sent[int(record.value)] = Sent(record, subject, due)
+
+    def revoked(self, number: int) -> bool:
+        """Whether the message belongs to a transaction that must not be committed."""
+        return number in self.transactions and self.transactions[number] not in self.committed
 
     # --- handling -------------------------------------------------------------------------------
 

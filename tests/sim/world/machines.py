@@ -15,6 +15,7 @@ from plait.testing.sim import Process, Simulation
 from plait.testing.simulated_disk import SimulatedCrash
 from tests.sim.meta_servers import ADDRESSES, LIMITS, MetaServers
 from tests.sim.world.plan import DiskFault, Plan
+from tests.sim.world.transactions import with_quick_checks
 
 BROKER_PORT = 7451
 CONFIG = BrokerConfig(
@@ -26,7 +27,7 @@ CONFIG = BrokerConfig(
     housekeeping_seconds=0.5,
     disk_used_max=1.0,
     disk_free_min=1 * MIB,
-    limits=LIMITS,
+    limits=with_quick_checks(LIMITS),
 )
 #: A broker that ended is started again after this long.
 RESTART_SECONDS = 0.2

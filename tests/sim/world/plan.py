@@ -3,7 +3,7 @@
 A plan combines all features at random, so that they interact:
 
 - subjects, strict or best tried, with 1 to 64 partitions, some of which are deleted;
-- groups of every kind, delays, small segments and retention;
+- groups of every kind, delays, transactions, small segments and retention;
 - changes of routes while groups are stopped;
 - faults of machines, networks, disks, clocks and databases. Some plans have no faults.
 """
@@ -107,6 +107,8 @@ class Plan(NamedTuple):
     prefetch: int = 50
     #: How likely a member consumes its subject by a prefix of the name.
     prefixes: float = 0.0
+    #: How likely a producer sends a transaction instead of single messages.
+    transactions: float = 0.0
     #: True if sending to a subject or consuming it creates the subject, even after its deletion.
     auto_create: bool = True
     #: How much a producer buffers before its sends wait.
@@ -176,6 +178,7 @@ def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
 def _with_later_features(plan: Plan) -> Plan:
     """Draw the newer features separately, so that the rest of a seed's plan does not change."""
     plan = plan._replace(prefixes=random.Random(f"{plan.seed} prefixes").choice((0.0, 0.0, 0.5)))
+    plan = plan._replace(transactions=random.Random(f"{plan.seed} transactions").choice((0.0, 0.1, 0.4)))
     draw = random.Random(f"{plan.seed} later")
     # A deleted subject that is sent to again may be created on any broker.
     may_be_emptied = len(plan.brokers) > 1 and plan.deleted_at is None

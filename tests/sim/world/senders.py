@@ -16,6 +16,7 @@ from tests.sim.users import CLIENT_LIMITS
 from tests.sim.world.calls import Calls, Interrupted
 from tests.sim.world.ledger import DELAYED, Part
 from tests.sim.world.plan import DOOMED
+from tests.sim.world.transactions import PRODUCER_GROUP, Half, Transacting
 
 KEYS: list[str | None] = [*(f"k{n}" for n in range(8)), None]
 DELAYED_KEYS: list[str | None] = [*(f"{DELAYED}{n}" for n in range(8)), None]
@@ -47,6 +48,8 @@ class Senders(Part):
     """State that all producers share."""
 
     sending = True
+    #: Set by the world.
+    transacting: Transacting
 
     async def run(self, process: Process) -> None:
         name = f"{process.name}.{process.lives}"
@@ -56,6 +59,8 @@ class Senders(Part):
         while self.sending:
             try:
                 async with self.connect(process, client_id=name, limits=limits) as client:
+                    if self.plan.transactions:
+                        client.transaction_checks(PRODUCER_GROUP, self.transacting.answer)
                     while self.sending:
                         subject = draw.choice(self.plan.subjects).name
                         await self._send(Burst(process, client, subject, draw, calls))
@@ -65,6 +70,9 @@ class Senders(Part):
                 await self.simulation.sleep(0.5)
 
     async def _send(self, burst: Burst) -> None:
+        if self.plan.transactions and burst.draw.random() < self.plan.transactions:
+            burst.process.spawn(self._transact(burst))
+            return
         later = 3 if self.plan.delays else 0
         ways = (self._posts, self._awaits, self._at_once, self._many, self._later)
         how = burst.draw.choices(ways, (3, 2, 2, 2, later))[0]
@@ -161,6 +169,19 @@ class Senders(Part):
         self.ledger.perhaps_cancelled.discard(number)
         if cancelled:
             self.ledger.cancelled.add(number)
+
+    async def _transact(self, burst: Burst) -> None:
+        """Send messages to one or two subjects in a transaction."""
+        draw, records = burst.draw, []
+        subjects = draw.sample(self.plan.subjects, min(len(self.plan.subjects), draw.choice((1, 2))))
+        for _ in range(draw.choice((1, 2, 4))):
+            one = burst._replace(subject=draw.choice(subjects).name)
+            # The outcome is known to the local database only, so no process waits for it.
+            record = self._record(one, DELAYED_KEYS)
+            self.ledger.running.pop(int(record.value))
+            delay = draw.uniform(0.05, 2.0) if self.plan.delays and draw.random() < 0.3 else None
+            records.append(Half(record, one.subject, self._body(record, draw), headers_of(record), delay))
+        await self.transacting.run(burst, records)
 
     # --- outcomes -------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from tests.sim.world.operator import Operator
 from tests.sim.world.plan import CLIENTS, DOOMED, PRODUCERS, READER, Plan, draw_plan
 from tests.sim.world.readers import Reading
 from tests.sim.world.senders import Senders
+from tests.sim.world.transactions import Transacting
 
 #: Errors that Plait logs when handlers and disks fail.
 ALLOWED_LOGS = ("*storage*", "*disk*", "*sync*", "Members.*", "*checkpoint*")
@@ -35,6 +36,7 @@ class World:
         self.machines = Machines(sim, plan)
         self.operator = Operator(sim, plan, self.ledger)
         self.senders = Senders(sim, plan, self.ledger)
+        self.transacting = self.senders.transacting = Transacting(sim, plan, self.ledger)
         self.members = Members(sim, plan, self.ledger)
         self.reading = Reading(sim, plan, self.ledger)
         self._quiet_seconds = quiet_seconds
@@ -71,7 +73,7 @@ class World:
         self.senders.sending = False
         self.members.settle()
         self.reading.settle()
-        sim.process("operator").start(self.operator.resume(self.drained))
+        self._settle()
         self._finish()
         if self.plan.emptied is not None:
             self._switch_off(self.plan.emptied)
@@ -80,6 +82,13 @@ class World:
         undecoded = {str(send.key) for send in sends if send.value in self.members.undecoded}
         found = judge(self.ledger, self.members.moved | undecoded) + self.machines.deleted_too_early()
         assert not found, "\n".join(found[:10])
+
+    def _settle(self) -> None:
+        """Start what ends a run: decisions of transactions, dead letters and parked keys."""
+        self.simulation.process("operator").start(self.operator.resume(self.drained))
+        if self.plan.transactions:
+            self.transacting.settling = True
+            self.simulation.process("settler").start(self.transacting.settle(self.simulation.process("settler")))
 
     def _finish(self) -> None:
         self._drain()

@@ -1,0 +1,155 @@
+"""Transactions of a simulated world: messages that must all be handled, or none, by the outcome of a local database.
+
+The database is a set of committed transactions. It survives every process, as a real one does. Producers send, write
+their outcome there, and then decide; some stop before that, and some never decide. Producers answer the checks of
+brokers from the database, and at the end an operator decides what is parked.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+
+import plait
+from plait.errors import PlaitError
+from plait.testing.history import RecordedSend
+from plait.testing.sim import Process, Simulation
+from tests.sim.world.calls import Interrupted
+from tests.sim.world.ledger import Ledger, Part
+from tests.sim.world.plan import DOOMED, Plan
+
+if TYPE_CHECKING:
+    from tests.sim.world.senders import Burst
+
+PRODUCER_GROUP = "shop"
+
+Ending = Literal["commit", "rollback", "late", "never", "by itself"]
+
+
+class Half(NamedTuple):
+    """A message that a transaction sends."""
+
+    record: RecordedSend
+    subject: str
+    body: bytes
+    headers: dict[str, str | int]
+    delay: float | None
+
+
+class LocalRollback(Exception):
+    """A block fails on purpose."""
+
+
+class Transacting(Part):
+    """The transactions of all producers, and the local database."""
+
+    def __init__(self, simulation: Simulation, plan: Plan, ledger: Ledger) -> None:
+        super().__init__(simulation, plan, ledger)
+        #: Transactions that are committed in the local database.
+        self.committed: set[str] = set()
+        #: Transactions whose block still runs → (process, life).
+        self.running: dict[str, tuple[Process, int]] = {}
+        #: True after the run: transactions without an outcome in the database are rolled back.
+        self.settling = False
+
+    def check(self, transaction: plait.TransactionInfo) -> Literal["commit", "rollback", "unknown"]:
+        """The outcome, by the local database."""
+        if transaction.id in self.committed:
+            return "commit"
+        process, life = self.running.get(transaction.id, (None, 0))
+        alive = process is not None and process.lives == life and process.alive
+        return "unknown" if alive and not self.settling else "rollback"
+
+    async def answer(self, transaction: plait.TransactionInfo) -> Literal["commit", "rollback", "unknown"]:
+        # A coroutine function, because the simulation has no threads.
+        return self.check(transaction)
+
+    async def run(self, burst: Burst, records: list[Half]) -> None:
+        """Send messages in one transaction, and end it in some way; the call may be interrupted."""
+        draw = burst.draw
+        ending: Ending = draw.choices(("commit", "rollback", "late", "never", "by itself"), (4, 2, 2, 1, 2))[0]
+        transaction = burst.client.transaction(PRODUCER_GROUP)
+        for half in records:
+            self.ledger.transactions[int(half.record.value)] = transaction.id
+        self.running[transaction.id] = burst.process, burst.process.lives
+        try:
+            await burst.calls(self._block(transaction, records, ending, draw))
+        except (LocalRollback, PlaitError, Interrupted):
+            pass
+        finally:
+            if ending != "never":
+                self.running.pop(transaction.id, None)
+
+    async def _block(
+        self,
+        transaction: plait.Transaction,
+        records: list[Half],
+        ending: Ending,
+        draw: random.Random,
+    ) -> None:
+        if ending in ("late", "never"):
+            # No block: nothing decides when this ends.
+            await self._send(transaction, records)
+            await self.simulation.sleep(draw.uniform(0.0, 1.5))
+            if ending == "late":
+                self._commit_locally(transaction, records)
+            return
+        async with transaction:
+            await self._send(transaction, records)
+            await self.simulation.sleep(draw.choice((0.0, draw.uniform(0.0, 1.0))))
+            if ending == "rollback":
+                raise LocalRollback
+            self._commit_locally(transaction, records)
+            if ending == "by itself":
+                await transaction.commit()
+
+    async def _send(self, transaction: plait.Transaction, records: list[Half]) -> None:
+        for half in records:
+            key = half.record.key
+            assert key is None or isinstance(key, str)
+            await transaction.send(half.subject, half.body, key=key, headers=half.headers, delay=half.delay)
+
+    def _commit_locally(self, transaction: plait.Transaction, records: list[Half]) -> None:
+        """From here on every message must be handled."""
+        if self.settling:
+            # A check may have rolled it back.
+            raise LocalRollback
+        self.committed.add(transaction.id)
+        self.ledger.committed.add(transaction.id)
+        for half in records:
+            if half.subject != DOOMED:
+                self.ledger.stored(half.record, half.subject, None)
+
+    # --- the end --------------------------------------------------------------------------------
+
+    async def settle(self, process: Process) -> None:
+        """Answer checks and decide parked transactions until the world ends."""
+        while True:
+            try:
+                async with self.connect(process) as client:
+                    client.transaction_checks(PRODUCER_GROUP, self.answer)
+                    while True:
+                        for transaction in await client.admin.transactions(state="parked"):
+                            await self._decide(client, transaction)
+                        await self.simulation.sleep(0.5)
+            except PlaitError:
+                await self.simulation.sleep(0.5)
+
+    async def _decide(self, client: plait.Client, transaction: plait.TransactionInfo) -> None:
+        outcome = self.check(transaction)
+        try:
+            if outcome == "commit":
+                await client.admin.commit_transaction(transaction.id)
+            elif outcome == "rollback":
+                await client.admin.rollback_transaction(transaction.id)
+        except (plait.TransactionDecided, plait.TransactionNotFound):
+            pass
+
+
+def with_quick_checks(limits: plait.limits.ServerLimits) -> plait.limits.ServerLimits:
+    """Limits under which producers are asked within the seconds of a world, and some transactions are parked."""
+    return msgspec.structs.replace(
+        limits, transaction_check_first_seconds=0.6, transaction_check_seconds=0.4, transaction_checks=3
+    )
