@@ -117,7 +117,7 @@ class Model:
             deal = self.draw.choice(list(self.deals.values())[-6:])
             self._decide(deal, commit=self.draw.random() < 0.6)
 
-    def _decide(self, deal: Deal, *, commit: bool) -> None:
+    def _decide(self, deal: Deal, *, commit: bool, turns: float = 0.8) -> None:
         commit = commit and not deal.doubtful
         deal.requested.add(commit)
         confirmed: list[bool] = []
@@ -135,7 +135,7 @@ class Model:
         except DiskFull:
             return
         self.node.broker.turn.answer_after_commit(lambda: confirmed.append(True))
-        if self.draw.random() < 0.8:
+        if self.draw.random() < turns:
             self.node.turn()
             if confirmed:
                 self._confirmed(deal, committed=commit)
@@ -298,7 +298,7 @@ class Model:
             self.node.checkpoint_step()
         for deal in self.deals.values():
             if deal.outcome is None:
-                self._decide(deal, commit=False)
+                self._decide(deal, commit=False, turns=1.0)
         self.node.turn()
         for _ in range(6):
             self.time(100.0)
@@ -336,7 +336,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("number", range(10))
 def test_transactions_are_published_as_they_were_decided(seed: int, number: int, mode: str):
     crashes = sum(run(seed * 10_000 + 10 * number + each, 50, mode).crashes for each in range(7))
-    assert crashes > 10
+    assert crashes > 3
 
 
 @pytest.mark.deep("models")

@@ -21,6 +21,8 @@ from tests.broker import ordered_world
 from tests.broker.test_lost_files import LIVES, check_all, overwrite, remove_files
 from tests.broker.test_query_model import run_queries
 from tests.broker.test_schedule_model import Scheduling
+from tests.broker.test_transaction_model import MODES
+from tests.broker.test_transaction_model import run as run_transactions
 from tests.meta.firing_model import FiringModel
 from tests.outbox.relay_world import RelayWorld
 from tests.sim.cluster import Cluster
@@ -88,6 +90,10 @@ def _schedule_model(seed: int) -> None:
     run_state_machine_as_test(machine, settings=drawn)
 
 
+def _transaction_model(seed: int) -> None:
+    run_transactions(seed, 150, MODES[seed % 2])
+
+
 def _query_model(seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         run_queries(seed, patch)
@@ -142,6 +148,7 @@ ORDERED_MODEL = Generator("model of ordered groups", _ordered_model, 80)
 QUERY_MODEL = Generator("model of queries", _query_model, 60)
 FIRING_MODEL = Generator("model of recurring messages", _firing_model, 60)
 SCHEDULE_MODEL = Generator("model of delayed messages", _schedule_model, 20)
+TRANSACTION_MODEL = Generator("model of transactions", _transaction_model, 200)
 BROKER_LIVES = Generator("lives of a broker", _lives, 20)
 REMOVED_FILES = Generator("lives whose files are removed", _removed_files, 8)
 OVERWRITTEN_FILES = Generator("lives whose files are overwritten", _overwritten_files, 8)

@@ -17,7 +17,7 @@ from tests.outbox import relay_defects
 from tests.plants import generators
 from tests.plants.generators import Generator
 from tests.sim import ordered_defects, world_defects
-from tests.support import broker_defects
+from tests.support import broker_defects, transaction_defects
 from tests.support import ordered_defects as model_defects
 
 Defect = Callable[[pytest.MonkeyPatch], None]
@@ -55,6 +55,11 @@ PLANTS: list[Plant] = [
     # Recurring messages.
     Plant(firing_defects.take_over_under_another_producer, generators.FIRING_MODEL, (12, 18)),
     Plant(firing_defects.count_from_the_clock_after_a_pause, generators.FIRING_MODEL, (16,)),
+    # Transactions.
+    Plant(transaction_defects.publish_half_messages_again, generators.TRANSACTION_MODEL, (0, 1, 2, 3)),
+    Plant(transaction_defects.keep_half_messages_of_deleted_subjects, generators.TRANSACTION_MODEL),
+    Plant(transaction_defects.check_transactions_that_got_another_message, generators.TRANSACTION_MODEL, (0, 1, 2)),
+    Plant(transaction_defects.roll_back_after_a_commit_without_answer, generators.WORLDS),
     # Storage.
     Plant(broker_defects.trust_the_page_cache, generators.CRASH_POINTS),
     Plant(broker_defects.define_partitions_once, generators.CRASH_POINTS),
