@@ -24,6 +24,7 @@ from examples.demo.failing import FAILURES, show_retries
 from examples.demo.ledger import GroupResult, Ledger
 from examples.demo.ordered import LEASE_SECONDS, Ordered
 from examples.demo.orders import HANDLED, STEPS, SUBJECT
+from examples.demo.outbox_rows import show_outbox
 from examples.demo.processes import Child, Children, DemoFailed
 from examples.demo.screen import Screen
 from plait.cli.serving.child_process import OwnNode
@@ -115,6 +116,7 @@ class Demo:
             await self._retry(node.address)
             await self._die(node.address)
             await self._delay(node.address)
+            await self._relay(node.address)
             await self._until(lambda: sum(self._sent.values()) == plan.total, "the producers to finish")
             screen.event(f"producers done: {plan.total:,} sends acknowledged")
             await self._until(lambda: all(ledger.complete for ledger in self._ledgers.values()), "the groups")
@@ -226,6 +228,14 @@ class Demo:
         self._screen.event(
             f"{found.messages:,} delayed messages arrived {found.p50:.1f} ms after their due time "
             f"(p99 {found.p99:.1f} ms), none early; {found.cancelled} were cancelled and did not arrive"
+        )
+
+    async def _relay(self, address: str) -> None:
+        found = await show_outbox(address, self._directory)
+        found.check()
+        self._screen.event(
+            f"{len(found.committed)} database transactions with an outbox row were committed, and each message was "
+            f"handled once, in order; {found.rolled_back} rolled back ones sent nothing"
         )
 
     async def _stop_consumers(self) -> None:
