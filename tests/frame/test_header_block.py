@@ -22,7 +22,7 @@ from plait.frame.header_block import (
     _text_sizes,
     _value_sizes,
 )
-from plait.frame.header_packing import BLOCK_COUNT_MIN
+from plait.frame.header_packing import BLOCK_COUNT_MIN, pack
 from plait.frame.slicing import keep_mask
 from plait.limits import HEADER_COLUMNS_MAX, HEADERS_SIZE_MAX
 from tests.frame.samples import Draft, relaxed, small_blocks, with_column
@@ -266,3 +266,12 @@ def test_slices_of_slices_keep_their_rows():
     kept = FrameView(keep_mask(frame, np.arange(60) % 7 == 0, b"note").tobytes()).validate()
     assert kept.header_block() is None
     assert same(maps_of(kept), rows[::7])
+
+
+def test_headers_that_readers_do_not_decode_stay_in_the_row_form():
+    rows = [encode({"city": "BJS"})] * (BLOCK_COUNT_MIN - 1)
+    for hostile in (encode({"city": "BJS", "": 1}), b"\xff"):
+        ends = np.cumsum([0, *map(len, [*rows, hostile])]).astype(np.int32)
+        assert pack(ends.tobytes(), b"".join([*rows, hostile])) is None
+    ends = np.cumsum([0, *map(len, [*rows, rows[0]])]).astype(np.int32)
+    assert pack(ends.tobytes(), b"".join([*rows, rows[0]])) is not None

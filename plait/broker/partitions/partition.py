@@ -53,7 +53,7 @@ class ReadBatch(msgspec.Struct, eq=False):
 
     #: Reading stopped here.
     end: int
-    #: True if the next frame did not fit.
+    #: True if the next frame did not fit; of a read with a filter: if there are more rows to examine.
     full: bool = False
     parts: list[Buffer] = []
     #: The sequence ranges of the parts; more than one where the log has gaps.
