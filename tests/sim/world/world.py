@@ -14,6 +14,7 @@ from tests.sim.world.members import Members, names_of
 from tests.sim.world.moved_sends import recording_moves
 from tests.sim.world.operator import Operator
 from tests.sim.world.plan import CLIENTS, DOOMED, PRODUCERS, READER, Plan, draw_plan
+from tests.sim.world.queries import Querying
 from tests.sim.world.readers import Reading
 from tests.sim.world.senders import Senders
 from tests.sim.world.transactions import Transacting
@@ -75,6 +76,7 @@ class World:
         self.reading.settle()
         self._settle()
         self._finish()
+        sim.run(Querying(sim, self.plan, self.ledger).check(), seconds=60.0)
         if self.plan.emptied is not None:
             self._switch_off(self.plan.emptied)
             self._finish()
