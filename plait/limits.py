@@ -245,8 +245,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     #: Half messages of one transaction, and their bytes.
     transaction_rows: int = 10_000
     transaction_bytes: int = 64 * MIB
-    #: Half messages of all transactions (about 150 bytes each), and their bytes: they stay in the message log.
-    half_rows: int = 200_000
+    #: Half messages of all transactions, and their bytes in the message log. A checkpoint encodes the rows in one turn.
+    half_rows: int = 100_000
     half_bytes: int = 4 * GIB
     #: The outcomes of the newest decided transactions are remembered, 100 bytes each, to answer late decisions.
     transactions_remembered: int = 50_000
