@@ -1,4 +1,4 @@
-"""How many messages per second a broker examines for a reader with a filter, over the network."""
+"""How many messages per second a broker examines for a reader or a group with a filter, over the network."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ MANY_COUNT = 50_000
 SHARE = 100
 BODY = b"x" * 100
 ROUNDS = 5
+CONDITION = "amount = 0 AND city = 'SHA'"
+#: Name, least rate in millions of messages per second, and what is measured.
+BARS = (
+    ("tag", 5.0, "a tag filter"),
+    ("sql", 1.0, "an SQL filter on two headers"),
+    ("group tag", 5.0, "the tag filter of a group"),
+    ("group sql", 1.0, "the SQL filter of a group on two headers"),
+)
 
 
 async def _send(client: plait.Client, count: int) -> None:
@@ -41,6 +49,20 @@ async def _rate(client: plait.Client, count: int, **filters: Any) -> float:
         return count / (time.perf_counter() - began)
 
 
+async def _group_rate(client: plait.Client, count: int, group: str, **filters: Any) -> float:
+    """Messages that a group is done with per second."""
+    found, wanted = 0, len(range(0, count, SHARE))
+    async with client.consumer("filtered", group, **filters) as consumer:
+        began = time.perf_counter()
+        while found < wanted:
+            arrow = await consumer.fetch_arrow(10_000, wait=30)
+            if not len(arrow):
+                raise TimeoutError(f"only {found} of {wanted} messages arrived")
+            found += len(arrow)
+            await arrow.ack()
+        return count / (time.perf_counter() - began)
+
+
 def scans(smoke: bool) -> Iterator[Result]:
     """A tag and an SQL condition on two headers; each matches one message in a hundred."""
     count = 5_000 if smoke else 2_000_000
@@ -48,14 +70,16 @@ def scans(smoke: bool) -> Iterator[Result]:
     async def measure(address: str) -> dict[str, list[float]]:
         async with plait.connect(address) as client:
             await _send(client, count)
-            rates: dict[str, list[float]] = {"tag": [], "sql": []}
-            for _ in range(1 if smoke else ROUNDS):
+            rates: dict[str, list[float]] = {name: [] for name, _, _ in BARS}
+            for number in range(1 if smoke else ROUNDS):
                 rates["tag"].append(await _rate(client, count, tags=["rare"]))
-                rates["sql"].append(await _rate(client, count, where="amount = 0 AND city = 'SHA'"))
+                rates["sql"].append(await _rate(client, count, where=CONDITION))
+                rates["group tag"].append(await _group_rate(client, count, f"tag-{number}", tags=["rare"]))
+                rates["group sql"].append(await _group_rate(client, count, f"sql-{number}", where=CONDITION))
             return rates
 
     with PlaitServer() as server:
         rates = uvloop.run(measure(server.address))
-    for name, bar, what in (("tag", 5.0, "a tag filter"), ("sql", 1.0, "an SQL filter on two headers")):
+    for name, bar, what in BARS:
         best = sorted(rates[name])[len(rates[name]) // 2] / 1e6
         yield Result(f"messages examined for {what}", best, bar, unit="M/s", details={"rates": rates[name]})

@@ -30,10 +30,15 @@ def _group(ledger: Ledger, group: GroupPlan, loose: set[str]) -> list[str]:
     concerns.update(*(ledger.wanted(group, holder) for holder in ledger.holders(group)))
     history.sends = [send for send in whole.sends if send.value in concerns or send.outcome != "ok"]
     strict = ledger.plan.subject(group.subject).order == "strict"
+    left_out = [
+        f"{group.subject}/{group.name} ({group.mode}): {handling.value} was left out by the filter and is handled"
+        for handling in history.handlings
+        if group.leaves_out(int(handling.value))
+    ]
     if group.mode == "once":
-        return _once(group, history)
+        return left_out + _once(group, history)
     if group.mode == "broadcast":
-        return _lost(ledger, group)
+        return left_out + _lost(ledger, group)
     found = check(history, strict, ordered=group.mode == "ordered", drained=False, moves=True, groups=[group.name])
     if ledger.plan.subject(group.subject).retention is not None:
         # An empty retired partition is removed; a new one of the same name begins with sequence 0.
@@ -49,7 +54,7 @@ def _group(ledger: Ledger, group: GroupPlan, loose: set[str]) -> list[str]:
         for handling in history.handlings
         if ledger.revoked(int(handling.value))
     ]
-    return texts + _lost(ledger, group)
+    return texts + left_out + _lost(ledger, group)
 
 
 def _counts(violation: Violation, strict: bool, loose: set[str]) -> bool:

@@ -92,6 +92,7 @@ class Ledger:
             for number, sent in self.sent.items()
             if sent.subject == group.subject
             and sent.record.begun > self.since[holder]
+            and not group.leaves_out(number)
             and number not in self.cancelled
             and number not in self.perhaps_cancelled
             # Retention may remove messages that were not delivered in time; failed messages are retained.

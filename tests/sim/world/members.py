@@ -181,7 +181,7 @@ class Members(Part):
 
     def _options(self, group: GroupPlan, draw: random.Random) -> dict[str, Any]:
         retry = plait.Retry(attempts=group.attempts, first=0.1, longest=0.5)
-        options: dict[str, Any] = {"prefetch": self.plan.prefetch, "start": self._start(group)}
+        options: dict[str, Any] = {"prefetch": self.plan.prefetch, "start": self._start(group), **group.filter}
         match group.mode:
             case "broadcast":
                 return options | {"broadcast": True}

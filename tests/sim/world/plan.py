@@ -54,6 +54,16 @@ class GroupPlan(NamedTuple):
     attempts: int
     #: There are no members between these two times. None: members join and leave at random.
     away: tuple[float, float] | None = None
+    #: The filter of the group leaves out messages whose number is a multiple of this; 0: it has no filter.
+    without: int = 0
+
+    @property
+    def filter(self) -> dict[str, str]:
+        """The arguments of a consumer for the filter."""
+        return {"where": f"number % {self.without} <> 0"} if self.without else {}
+
+    def leaves_out(self, number: int) -> bool:
+        return bool(self.without) and number % self.without == 0
 
     @property
     def owns(self) -> bool:
@@ -177,6 +187,7 @@ def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
 
 def _with_later_features(plan: Plan) -> Plan:
     """Draw the newer features separately, so that the rest of a seed's plan does not change."""
+    plan = plan._replace(groups=_filtered(plan))
     plan = plan._replace(prefixes=random.Random(f"{plan.seed} prefixes").choice((0.0, 0.0, 0.5)))
     plan = plan._replace(transactions=random.Random(f"{plan.seed} transactions").choice((0.0, 0.1, 0.4)))
     draw = random.Random(f"{plan.seed} later")
@@ -191,6 +202,13 @@ def _with_later_features(plan: Plan) -> Plan:
     # Listing dead letters and parked keys asks all brokers of the routes.
     groups = tuple(group._replace(attempts=10_000) for group in plan.groups)
     return plan._replace(groups=groups, forgotten=False)
+
+
+def _filtered(plan: Plan) -> tuple[GroupPlan, ...]:
+    draw = random.Random(f"{plan.seed} filters of groups")
+    if draw.random() < 0.6:
+        return plan.groups
+    return tuple(group._replace(without=draw.choice((0, 2, 3, 7))) for group in plan.groups)
 
 
 def _partitions(draw: random.Random) -> int:
