@@ -18,6 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from plait.testing.simulated_disk import SimulatedDisk
 from tests.broker import ordered_world
+from tests.broker.test_filter_model import FilteredWorld, SharedModel
 from tests.broker.test_lost_files import LIVES, check_all, overwrite, remove_files
 from tests.broker.test_query_model import run_queries
 from tests.broker.test_schedule_model import Scheduling
@@ -139,12 +140,18 @@ def _outbox(seed: int) -> None:
     RelayWorld(seed).run()
 
 
+def _filter_model(seed: int) -> None:
+    SharedModel(seed, "at_least_once").run(60)
+    FilteredWorld(seed, "sync" if seed % 2 else "async").run(120, cpu_seconds=5.0)
+
+
 WORLDS = Generator("worlds", _world, 60)
 ORDERED_CLUSTER = Generator("ordered cluster", _ordered_cluster, 30)
 SHARED_CLUSTER = Generator("shared cluster", _shared_cluster, 16)
 SINK_CLUSTER = Generator("sink cluster", _sink_cluster, 20)
 CRASH_POINTS = Generator("crash explorer", _crash_points, 16)
 ORDERED_MODEL = Generator("model of ordered groups", _ordered_model, 80)
+FILTER_MODEL = Generator("models of filters", _filter_model, 40)
 QUERY_MODEL = Generator("model of queries", _query_model, 60)
 FIRING_MODEL = Generator("model of recurring messages", _firing_model, 60)
 SCHEDULE_MODEL = Generator("model of delayed messages", _schedule_model, 20)

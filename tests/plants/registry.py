@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.broker import filter_defects
 from tests.broker import test_lost_files as lost_files
 from tests.meta import firing_defects
 from tests.outbox import relay_defects
@@ -60,6 +61,10 @@ PLANTS: list[Plant] = [
     Plant(transaction_defects.keep_half_messages_of_deleted_subjects, generators.TRANSACTION_MODEL),
     Plant(transaction_defects.check_transactions_that_got_another_message, generators.TRANSACTION_MODEL, (0, 1, 2)),
     Plant(transaction_defects.roll_back_after_a_commit_without_answer, generators.WORLDS),
+    # Filters of groups.
+    Plant(filter_defects.leave_out_what_has_no_room, generators.WORLDS, (10,)),
+    Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (3,)),
+    Plant(filter_defects.record_nothing_that_is_left_out, generators.FILTER_MODEL, (2,)),
     # Storage.
     Plant(broker_defects.trust_the_page_cache, generators.CRASH_POINTS),
     Plant(broker_defects.define_partitions_once, generators.CRASH_POINTS),
@@ -87,7 +92,7 @@ PLANTS: list[Plant] = [
     Plant(world_defects.start_a_known_group_again_on_new_partitions, generators.WORLDS),
     Plant(world_defects.end_the_app_with_a_body_that_does_not_decode, generators.WORLDS, (17,)),
     Plant(world_defects.overtake_sends_that_wait_for_room, generators.WORLDS, (1,)),
-    Plant(world_defects.return_a_message_while_its_thread_runs, generators.WORLDS, (15, 36)),
+    Plant(world_defects.return_a_message_while_its_thread_runs, generators.WORLDS, (1,)),
     Plant(world_defects.throw_rows_away_at_a_clean_stop, generators.SHARED_CLUSTER, (0,)),
     # The outbox.
     Plant(relay_defects.renew_the_lease_of_another_relay, generators.OUTBOX, (4,)),
