@@ -158,8 +158,7 @@ TASK_RESTART_SECONDS: Final = 1.0
 
 # --- consuming ----------------------------------------------------------------------------------
 #: The least number of rows that a consumer prefetches from each partition, whatever the number of partitions: pulling
-#: and acking fewer rows costs more than handling them. With more than 62 partitions this exceeds the default
-#: ``prefetch_count``.
+#: and acking fewer rows costs more than handling them. Over 62 partitions exceed the default ``prefetch_count``.
 PREFETCH_SHARE_MIN: Final = 16
 #: ``PREFETCH_SHARE_MIN`` applies in full if ``prefetch_count`` is at least this many times as large. With a smaller
 #: ``prefetch_count``, which is deliberate, the minimum shrinks in proportion, down to one row.
@@ -182,8 +181,9 @@ RESERVED: Final = "%"
 PARTITION_PATTERN: Final = re.compile(r"[A-Za-z0-9_%][A-Za-z0-9_.%:#-]*")
 PARTITION_LENGTH_MAX: Final = NAME_LENGTH_MAX + 20
 TAG_LENGTH_MAX: Final = 127
-#: Groups of partitions that have left a subject's route, stored in the route, 100 bytes each. Broadcast groups are
-#: forgotten first, then the groups of the partitions that left first. A forgotten group counts as new.
+#: Paused groups of one subject. They are part of its settings, which every order to a broker contains.
+PAUSED_GROUPS_MAX: Final = 1_000
+#: Groups of partitions that have left a subject's route, stored in it, 100 bytes each; a forgotten one counts as new.
 REMEMBERED_GROUPS_MAX: Final = 1_000
 
 

@@ -236,7 +236,7 @@ class Broker:
         count = max(1, min(count, self.limits.pull_count))
         size = min(size, self.limits.pull_bytes)
         # There are no rows for the suspended pulls now, so this pull overtakes none of them.
-        delivery = group.take(consumer, count, size)
+        delivery = None if group.paused else group.take(consumer, count, size)
         if group.once:
             reply = self._when_durable(reply)
         if delivery is not None or wait <= 0:

@@ -12,6 +12,7 @@ import msgspec
 
 from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.ordered.lease_grants import LeaseGrants
+from plait.broker.groups.waking import pause_changed
 from plait.broker.partitions.frame_search import KnownRows
 from plait.broker.partitions.partition import SHARDS, Partition
 from plait.broker.recovery.segment_headers import SegmentHeaders
@@ -171,8 +172,12 @@ class Catalog:
             self._headers.define(page)
             for row in page:
                 partition = self.partitions[row.id]
+                paused = partition.row.settings.paused
                 partition.redefine(row)
                 self._turn.touch(partition)
+                for name in paused.keys() ^ row.settings.paused.keys():
+                    if name in partition.groups:
+                        pause_changed(partition.groups[name])
 
     def delete(self, partitions: Iterable[Partition]) -> None:
         """Delete partitions. If the disk fills up, the pages of rows written so far are in effect."""

@@ -84,4 +84,5 @@ def group_view(group: Group, *, counted: bool = False) -> GroupInfo:
         group.filtered_count,
         definition.filter,
         definition.filter_version,
+        group.paused or None,
     )

@@ -20,7 +20,7 @@ from plait.meta.route_rebuild import check, missing, rebuilt
 from plait.model import names
 from plait.model.logical_partitions import NumberedRun
 from plait.model.route import PartitionId, Route, announced, check_places, default_route
-from plait.model.settings import SubjectSettings, subject_settings, text_of
+from plait.model.settings import SubjectSettings, subject_settings, text_of, with_pause
 from plait.model.subject_patterns import SubjectPatterns
 from plait.wire.admin.cluster import RegisteredPartition
 from plait.wire.admin.subjects import MatchedSubjects
@@ -160,7 +160,19 @@ class Subjects:
     def update(self, name: str, settings: dict[str, Any]) -> None:
         """Change the named settings. Brokers get them with the next route version."""
         row = self.row(name)
-        text = text_of(msgspec.structs.replace(subject_settings(row.settings), **settings))
+        self._set(row, msgspec.structs.replace(subject_settings(row.settings), **settings))
+
+    @decided
+    def pause(self, name: str, group: str, *, paused: bool) -> int | None:
+        """Pause or resume a group. Returns since when it is, or was, paused; None: it was not."""
+        row = self.row(name)
+        settings = subject_settings(row.settings)
+        changed = with_pause(settings, group, self._core.clock.now() if paused else 0)
+        self._set(row, changed)
+        return changed.paused.get(group, settings.paused.get(group))
+
+    def _set(self, row: SubjectRow, settings: SubjectSettings) -> None:
+        name, text = row.name, text_of(settings)
         if row.settings == text:
             return
         with self._core.change() as change:

@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from plait.errors import InvalidArgument
-from plait.limits import AGE_SECONDS_MAX, RETENTION_BYTES_MAX
+from plait.errors import InvalidArgument, LimitExceeded
+from plait.limits import AGE_SECONDS_MAX, PAUSED_GROUPS_MAX, RETENTION_BYTES_MAX
 from plait.model import names
 
 
@@ -39,6 +39,9 @@ class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     retention_bytes: int | None = None
     #: Strict: a failed message holds back its key. Best tried: it does not.
     order: Literal["best_tried", "strict"] = "best_tried"
+    #: Group → since when it is paused, in microseconds since 1970: its consumers get no messages. Partitions that the
+    #: subject gets later have the same settings, so the group is paused there too.
+    paused: dict[str, int] = {}
 
     def __post_init__(self) -> None:
         if self.order not in ("best_tried", "strict"):
@@ -50,6 +53,23 @@ class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise InvalidArgument(
                     f"{name} is {value!r}; use a number above 0 and up to {most:g}, or None for the default"
                 )
+
+
+def with_pause(settings: SubjectSettings, group: str, now: int) -> SubjectSettings:
+    """The settings with a group paused since ``now``, or since it was paused before; with 0 it is not paused."""
+    paused = {**settings.paused}
+    if not now:
+        paused.pop(group, None)
+    elif group not in paused and len(paused) >= PAUSED_GROUPS_MAX:
+        raise LimitExceeded(
+            f"{PAUSED_GROUPS_MAX} groups of the subject are paused, the limit is reached (limit `PAUSED_GROUPS_MAX`); "
+            "resume some of them",
+            limit="PAUSED_GROUPS_MAX",
+            value=PAUSED_GROUPS_MAX,
+        )
+    else:
+        paused.setdefault(group, now)
+    return msgspec.structs.replace(settings, paused=paused)
 
 
 class GroupSettings(msgspec.Struct, frozen=True, omit_defaults=True):

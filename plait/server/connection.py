@@ -238,7 +238,7 @@ class Connection(Receiver):
         if self.polls.pop(correlation, None) is None:
             return
         if delivery is None:
-            self.answer(correlation, m.PullReply(news=consumer.news))
+            self.answer(correlation, m.PullReply(news=consumer.news, paused=consumer.group.paused))
         else:
             pulled = m.PullReply(delivery.ranges, consumer.group.has_more, consumer.news, delivery.tags)
             self.answer(correlation, pulled, delivery.parts, delivery.size)

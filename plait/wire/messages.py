@@ -181,13 +181,17 @@ class PullRequest(PacketHead, frozen=True):
 
 
 class PullReply(PacketHead, frozen=True):
-    """Rows, as frames in the payload. ``ranges`` has the attempt of each row. ``more``: further rows are ready."""
+    """Rows, as frames in the payload. ``ranges`` has the attempt of each row. ``more``: further rows are ready.
+
+    ``paused``: there are no rows, because the group is paused since then (microseconds since 1970).
+    """
 
     KIND: ClassVar[int] = 23
     ranges: list[AttemptRange] = []
     more: bool = False
     news: int = 0
     tags: list[int] = []
+    paused: int = 0
 
 
 class AckRequest(PacketHead, frozen=True):

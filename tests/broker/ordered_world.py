@@ -19,6 +19,7 @@ from plait.broker.views import group_view
 from plait.errors import GroupBusy, InvalidArgument, LimitExceeded
 from plait.limits import ServerLimits
 from plait.model.retry_policy import Retry
+from plait.model.settings import with_pause
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import KEEP
 from tests.broker.ordered_node import GROUP, NEWEST, SUBJECT, Held, Owner, keyed, make_subject
@@ -54,6 +55,7 @@ class World:
         #: Draws the newer features, so that the rest of a seed's run changes less. Some runs have no rewind.
         self.later = random.Random(f"{seed} later")
         self.rewinding = self.later.choice((0.0, 0.01, 0.03))
+        self.paused = False
         limits = ServerLimits(
             consumer_ranges=self.rng.choice((3, 10_000)),
             held_keys=random.Random(seed).choice((3, 10_000)),
@@ -183,7 +185,8 @@ class World:
     def pull(self, name: str) -> None:
         owner = self.owners[name]
         if self.attached(owner):
-            owner.pull(self.rng.choice((1, 5, 100)), self.rng.choice((1, 400, 1 << 20)))
+            pulled = owner.pull(self.rng.choice((1, 5, 100)), self.rng.choice((1, 400, 1 << 20)))
+            assert not (pulled and self.paused), f"the paused group delivered {len(pulled)} rows"
 
     def ready(self, owner: Owner) -> list[Held]:
         """The rows that an owner may handle, except for the slow message."""
@@ -270,6 +273,12 @@ class World:
             self.node.sync()
         if self.rng.random() < 0.5:
             self.crash(self.rng.choice(("killed", "power_lost", "fallen_back")))
+
+    def pause_group(self, *, paused: bool) -> None:
+        settings = self.node.partition(SUBJECT).row.settings
+        self.node.broker.catalog.update_subject(SUBJECT, with_pause(settings, GROUP, self.node.clock.now() * paused))
+        self.node.turn()
+        self.paused = paused
 
     def rewind(self) -> None:
         """Stop all owners, some without detaching, and rewind the group as soon as no lease runs."""
@@ -402,7 +411,8 @@ class World:
         self.slow = ""
 
     def drain(self) -> None:
-        """End all faults: every row is handled."""
+        """End all faults and the pause: every row is handled."""
+        self.pause_group(paused=False)
         self.failing = 0.0
         self.zombies.clear()
         self.heal()
@@ -426,6 +436,10 @@ class World:
         for number in range(steps):
             if self.later.random() < self.rewinding:
                 self.rewind()
+            if self.later.random() < (0.05 if self.paused else self.rewinding):
+                self.pause_group(paused=not self.paused)
+                if self.later.random() < 0.3:
+                    self.crash(self.later.choice(("killed", "power_lost", "restart", "fallen_back")))
             self.step()
             self.check_memory()
             if number % 10 == 0:

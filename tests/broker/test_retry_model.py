@@ -13,6 +13,7 @@ from plait.broker.groups.group import LOST_ATTEMPTS_MIN, AttachedConsumer
 from plait.frame.columns import Column
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
+from plait.model.settings import with_pause
 from plait.storage.logs.retained_log import HISTORY_MAX
 from tests.support.broker_node import Node, Producer
 
@@ -61,6 +62,7 @@ class Retrying(RuleBasedStateMachine):
         self.producer = Producer(1)
         self.messages: list[Message] = []
         self.consumers: dict[str, AttachedConsumer] = {}
+        self.paused = False
 
     def _consumer(self, client: str) -> AttachedConsumer:
         consumer = self.consumers.get(client)
@@ -95,7 +97,11 @@ class Retrying(RuleBasedStateMachine):
         now = self.node.clock.now()
         consumer = self._consumer(client)
         got = 0
-        for start, end, attempt in self.node.pull(consumer, count).ranges:
+        ranges = self.node.pull(consumer, count).ranges
+        if self.paused:
+            assert ranges == [], "the group is paused"
+            return
+        for start, end, attempt in ranges:
             for sequence in range(start, end):
                 message = self.messages[sequence]
                 assert not message.done, f"{sequence} is acked"
@@ -256,6 +262,16 @@ class Retrying(RuleBasedStateMachine):
         for sequence in self._held(client):
             self.messages[sequence].holder, self.messages[sequence].due = None, (0, 0)
 
+    @rule(paused=st.booleans())
+    def pause(self, paused: bool) -> None:
+        """Pause or resume the group; consumers keep what they hold."""
+        if self.messages:
+            settings = self.node.partition("orders").row.settings
+            changed = with_pause(settings, "g", self.node.clock.now() * paused)
+            self.node.broker.catalog.update_subject("orders", changed)
+            self.node.turn()
+            self.paused = paused
+
     @rule(data=st.data(), skipping=st.booleans(), closed=st.booleans())
     def rewind(self, data: st.DataObject, skipping: bool, closed: bool) -> None:
         """Rewind the group while its consumers are closed, or have lost their connections a moment ago."""
@@ -343,6 +359,7 @@ class Retrying(RuleBasedStateMachine):
             return
         for client in list(self.consumers):
             self.leave(client)
+        self.pause(paused=False)
         self.node.later(100)
         last = self.node.attach("orders", "g", "last")
         got: list[int] = []

@@ -80,7 +80,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):
         (["subject", "expand", "a"], "--partitions requires an argument"),
         (["subject", "expand", "a", "--partitions", "2", "--timeout", "soon"], "duration 'soon'"),
         (["cluster", "state", "g1", "rw"], '"RW", "R", "W", "NRW"'),
-        (["group", "resume", "a", "b"], "name one key, or its --hash, or use --all"),
+        (["group", "skip", "a", "b"], "name one key, or its --hash, or use --all"),
         (["group", "skip", "a", "b", "key", "--all"], "name one key"),
         (["group", "skip", "a", "b", "--hash", "xyz"], "--hash 'xyz' is not hexadecimal"),
         (["bench", "--count", "0"], "--count must be 1 or more"),

@@ -85,6 +85,7 @@ PLANTS: list[Plant] = [
     Plant(model_defects.keep_recovered_keys_apart, generators.ORDERED_MODEL, (21, 29)),
     Plant(model_defects.count_rows_of_others, generators.ORDERED_MODEL, (2,)),
     Plant(model_defects.rewind_over_returned_rows, generators.ORDERED_MODEL, (1, 3)),
+    Plant(model_defects.forget_pauses_at_a_restart, generators.ORDERED_MODEL, (6, 9)),
     Plant(model_defects.remember_every_key, generators.ORDERED_MODEL, (4,)),
     # Clients and apps.
     Plant(world_defects.interrupt_closing, generators.WORLDS),

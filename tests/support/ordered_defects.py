@@ -8,11 +8,13 @@ import pytest
 
 from plait.broker.granted_numbers import GrantedNumbers
 from plait.broker.groups.attachments import Attachments
+from plait.broker.groups.group import Group
 from plait.broker.groups.ordered.in_flight import InFlightRows
 from plait.broker.groups.ordered.lease_grants import LeaseGrants
 from plait.broker.groups.ordered.ordered_delivery import OrderedDelivery, RowTake
 from plait.broker.groups.ordered.row_reader import Count, RowCounter
 from plait.broker.partitions.frame_search import FrameKeys, KnownRows
+from plait.broker.partitions.partition import Partition
 from plait.storage.cursor import Cursor
 
 Patch = pytest.MonkeyPatch
@@ -92,3 +94,14 @@ def rewind_over_returned_rows(patch: Patch) -> None:
         self.next = min(self.next, sequence)
 
     patch.setattr(Cursor, "rewound", naive)
+
+
+def forget_pauses_at_a_restart(patch: Patch) -> None:
+    """A group that is loaded at a start is not paused, whatever the settings of its subject say."""
+    add = Partition.add_group
+
+    def naive(self: Partition, group: Group) -> None:
+        add(self, group)
+        group.paused = 0
+
+    patch.setattr(Partition, "add_group", naive)

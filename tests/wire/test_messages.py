@@ -42,7 +42,7 @@ GOLDEN: list[tuple[m.PacketHead, str]] = [
     ),
     (m.AttachReply(1, 2, "s", "g", 16), "9a0102a173a16710cb0000000000000000c200c000"),
     (m.PullRequest(1, 500, 1_048_576, 20.0), "9401cd01f4ce00100000cb4034000000000000"),
-    (m.PullReply([(0, 10, 1)], more=True), "949193000a01c30090"),
+    (m.PullReply([(0, 10, 1)], more=True), "959193000a01c3009000"),
     (m.AckRequest(1, [(0, 10, 1)]), "93019193000a0190"),
     (m.NackRequest(1, [(0, 10, 1)]), "9a019193000a01c0c0c2c390909090"),
     (

@@ -269,7 +269,7 @@ class Attachments:
         gone: list[AttachedConsumer] = []
         for group in partition.groups.values():
             gone += [each for each in group.consumers.values() if not each.online and each.last_contact < deadline]
-            if group.definition.broadcast and (wall - group.used) / 1_000_000 > limit:
+            if group.definition.broadcast and not group.paused and (wall - group.used) / 1_000_000 > limit:
                 idle.append(group)
         for consumer in gone:
             self._forget(consumer)

@@ -261,6 +261,8 @@ class DeadLetters:
 
     def tidy(self, group: Group) -> None:
         """Forget retained rows that the group no longer needs, which makes room for new ones."""
+        # After a start from an older checkpoint a key may be behind the start of the partition again.
+        group.mark_begun_below(group.partition.start)
         begun = group.begun(0, group.partition.visible)
         group.retained.tidy(_pairs([*begun, *group.failures.dead]))
         wake_group(group)

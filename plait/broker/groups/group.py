@@ -159,6 +159,7 @@ class Group(ABC):
         "lost_estimated",
         "name",
         "partition",
+        "paused",
         "positions",
         "redelivered_count",
         "retained",
@@ -177,6 +178,8 @@ class Group(ABC):
         self.id = definition.id
         self.name = definition.name
         self.partition = partition
+        #: Since when the group is paused, in microseconds since 1970; 0: it is not. The partition sets it.
+        self.paused = 0
         self.limits = limits
         self.journal = journal
         self._consumers: dict[str, AttachedConsumer] = {}
@@ -199,8 +202,6 @@ class Group(ABC):
         self.lost_estimated = False
         #: Wall time of the last attach or pull.
         self.used = definition.created
-
-    # --- definitions ----------------------------------------------------------------------------
 
     def redefine(self, definition: GroupDefinition) -> None:
         """Change the group's settings."""

@@ -101,14 +101,22 @@ def wake(partition: Any, newest: Any, scans: Any) -> None:
 
 
 def wake_group(group: Any) -> None:
-    """Answer a group's suspended pulls for which there are rows."""
-    if group.waiters:
+    """Answer a group's suspended pulls for which there are rows; while it is paused, none."""
+    if group.waiters and not group.paused:
         try:
             group.serve()
         except Exception:  # noqa: BLE001 (end_pulls logs it)
             end_pulls(group)
     if not group.waiters:
         group.partition.waiting.pop(group, None)
+
+
+def pause_changed(group: Any) -> None:
+    """End the suspended pulls of a group that was paused, so that its consumers know; serve those of a resumed one."""
+    if group.paused:
+        for waiter in list(group.waiters):
+            waiter.time_out()
+    wake_group(group)
 
 
 def end_pulls(group: Any) -> None:

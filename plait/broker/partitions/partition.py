@@ -132,6 +132,9 @@ class Partition:
 
     def __init__(self, row: PartitionRow, consume_log: ConsumeLog, known_rows: KnownRows) -> None:
         self.consume_log = consume_log
+        self._groups: dict[str, Group] = {}
+        #: Only ``add_group`` and ``remove_group`` change it.
+        self.groups: Mapping[str, Group] = self._groups
         #: The logical partitions whose rows it accepts; None: all.
         self.accepts: LpSet | None = None
         #: The fence of each sealed logical partition: the sequence at which its rows end; 0: none.
@@ -162,9 +165,6 @@ class Partition:
         self.epochs: list[tuple[int, int]] = []
         #: Which checkpoint shard it is in.
         self.shard = row.id % SHARDS
-        self._groups: dict[str, Group] = {}
-        #: Only ``add_group`` and ``remove_group`` change it.
-        self.groups: Mapping[str, Group] = self._groups
         self.redefined()
         self.keys = KeyCache(self.lps_of, known_rows)
         #: Groups with suspended pulls, the longest waiting first.
@@ -174,6 +174,7 @@ class Partition:
 
     def add_group(self, group: Group) -> None:
         self._groups[group.name] = group
+        group.paused = self.row.settings.paused.get(group.name, 0)
         self.redefined()
 
     def remove_group(self, group: Group) -> None:
@@ -186,6 +187,8 @@ class Partition:
 
     def redefine(self, row: PartitionRow) -> None:
         self.row = row
+        for group in self._groups.values():
+            group.paused = row.settings.paused.get(group.name, 0)
         self.accepts = None if row.lps is None else lp_set(row.lps)
         self.fences = None
         if row.lps is not None:

@@ -13,6 +13,7 @@ from msgspec.structs import asdict, replace
 from plait.cli.commands.rewind import rewind
 from plait.cli.options import NODE, NodeOptions, Partition, Yes, confirm, described, duration_of, signed, whole_of
 from plait.cli.output import (
+    format_micros,
     format_time,
     print_facts,
     print_json,
@@ -73,6 +74,11 @@ def describe(subject: Subject, group: Group, /, *, partition: Partition = None, 
             ("subject", found.subject),
             ("group", found.group),
             ("kind", kind_of(found)),
+            *(
+                []
+                if found.paused is None
+                else [("paused", f"since {format_micros(found.paused)} (plait group resume)")]
+            ),
             ("delivery", found.delivery.replace("_", " ")),
             ("retry", f"failed messages wait {found.retry}"),
             *_filter_facts(found),
@@ -208,7 +214,7 @@ def print_groups(groups: Sequence[GroupInfo], output: str = "table") -> None:
     columns: dict[str, Callable[[GroupInfo], str]] = {
         "subject": lambda g: g.subject,
         "group": lambda g: g.group,
-        "kind": kind_of,
+        "kind": lambda g: kind_of(g) + ("" if g.paused is None else ", paused"),
         "lag": lambda g: f"{_about(g.estimated)}{g.lag:,}",
         "unacked": lambda g: f"{g.unacked:,}",
         "returned": lambda g: f"{g.returned:,}",
@@ -220,6 +226,14 @@ def print_groups(groups: Sequence[GroupInfo], output: str = "table") -> None:
         "online": lambda g: str(g.online),
     }
     print_rows(groups, columns, output, right=tuple(columns)[3:])
+
+
+@app.command
+def pause(subject: Subject, group: Group, /, *, node: NodeOptions = NODE) -> None:
+    """Give no more messages to the consumers of a group until 'plait group resume'; they stay attached."""
+    since = node.run(lambda client: client.admin.pause_group(subject, group))
+    facts = [("subject", subject), ("group", group), ("paused", f"since {format_time(since)}")]
+    print_result(node.output, {"subject": subject, "group": group, "paused": since}, facts)
 
 
 # --- parked keys ----------------------------------------------------------------------------------
@@ -259,7 +273,16 @@ def resume(
     everything: All = False,
     node: NodeOptions = NODE,
 ) -> None:
-    """Resume parked keys: retry the failed message of each, then its later messages."""
+    """Resume a paused group; with a key, or --all: resume parked keys, each with its failed message."""
+    if key is None and by_hash is None and not everything:
+        since = node.run(lambda client: client.admin.resume_group(subject, group))
+        if since is None:
+            raise InvalidArgument(
+                f"group {group!r} of {subject!r} is not paused; to resume parked keys, name one key, or its --hash, "
+                "or use --all"
+            )
+        print_result(node.output, {"subject": subject, "group": group, "paused": None})
+        return
     _unpark("resume", subject, group, _which(key, by_hash, everything=everything), node)
 
 

@@ -282,6 +282,8 @@ class Admin(DeadAdmin, ScheduleAdmin, RecurrenceAdmin, ParkedAdmin, RewindAdmin,
             await self._each(places, subjects.DELETE_GROUP, group=group)
         except GroupNotFound as error:
             missing = error
+        # A later group of this name is not paused.
+        await self._run(subjects.PAUSE_GROUP, subject=subject, group=group, paused=False)
         remembered = await self._run(subjects.FORGET_GROUP, subject=subject, group=group)
         if missing is not None and not remembered:
             raise missing
@@ -363,6 +365,7 @@ def _merged_group(parts: list[GroupInfo]) -> GroupInfo:
         online=sum(consumer.online for consumer in consumers.values()),
         estimated=any(part.estimated for part in parts),
         lost_estimated=any(part.lost_estimated for part in parts),
+        paused=min((part.paused for part in parts if part.paused is not None), default=None),
         **_sums(parts, _GROUP_SUMS),
     )
 

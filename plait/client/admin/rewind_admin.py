@@ -12,7 +12,7 @@ from plait.client.arguments import Start, start_of, to_datetime
 from plait.client.net.admin_calls import Calls, Partition
 from plait.errors import GroupNotFound, InvalidArgument, PlaitError, RewindIncomplete, SubjectNotFound
 from plait.wire.admin.rewinds import REWIND_GROUP, PartitionRewind
-from plait.wire.admin.subjects import GROUP_REMEMBERED
+from plait.wire.admin.subjects import DESCRIBE_GROUP, GROUP_REMEMBERED, PAUSE_GROUP
 
 
 class Rewind(msgspec.Struct, frozen=True):
@@ -71,7 +71,24 @@ class Rewind(msgspec.Struct, frozen=True):
 
 
 class RewindAdmin(Calls):
-    """The operation of ``plait group rewind``."""
+    """The operations of ``plait group rewind``, ``pause`` and ``resume``."""
+
+    async def pause_group(self, subject: str, group: str) -> datetime:
+        """Give no more messages to the consumers of a group, until it is resumed; returns since when it is paused.
+
+        Its consumers stay attached and may ack what they hold. The pause outlasts restarts and applies to partitions
+        that the subject gets later. Brokers that are not reachable pause the group when they are.
+        """
+        # ``GroupNotFound`` for a name that no partition knows.
+        await self._each(await self._places(subject), DESCRIBE_GROUP, group=group)
+        since = await self._run(PAUSE_GROUP, subject=subject, group=group, paused=True)
+        assert since is not None
+        return to_datetime(since)
+
+    async def resume_group(self, subject: str, group: str) -> datetime | None:
+        """Continue a paused group; returns since when it was paused, None if it was not paused."""
+        since = await self._run(PAUSE_GROUP, subject=subject, group=group, paused=False)
+        return None if since is None else to_datetime(since)
 
     async def rewind_group(
         self,

@@ -50,6 +50,8 @@ class SyncAdmin(Blocking[Admin]):
     groups = blocking(Admin.groups)
     group = blocking(Admin.group)
     rewind_group = blocking(Admin.rewind_group)
+    pause_group = blocking(Admin.pause_group)
+    resume_group = blocking(Admin.resume_group)
     set_group = blocking(Admin.set_group)
     set_group_filter = blocking(Admin.set_group_filter)
     delete_group = blocking(Admin.delete_group)

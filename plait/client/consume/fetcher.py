@@ -24,7 +24,7 @@ from plait.client.consume.group_start import find_start_version
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
 from plait.client.consume.prefetch import Prefetch, RowBuffer
 from plait.client.consume.pull_client import PullClient
-from plait.client.consume.terms import Terms
+from plait.client.consume.terms import PauseNotices, Terms
 from plait.client.net.router import Router, SubjectRoute
 from plait.client.types import PartitionName
 from plait.errors import PlaitError, StaleRoute, SubjectNotFound
@@ -128,6 +128,7 @@ class Fetcher(Arrivals):
         self.suspended = False
         #: True if nothing is pulled and handed out any more.
         self.stopping = False
+        self.pauses = PauseNotices()
         #: Why the consumer cannot continue.
         self.error: PlaitError | None = None
 

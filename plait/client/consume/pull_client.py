@@ -290,6 +290,8 @@ class PullClient:
         if error is not None:
             self._refused(error, self.pull)
             return
+        if answer.paused:
+            self.fetcher.pauses.note(self.terms, answer.paused)
         if self.more != answer.more:
             self.more = answer.more
             self.fetcher.has_more(self)
@@ -327,10 +329,7 @@ class PullClient:
             self.fetcher.buffer.append(delivered)
 
     def _take_back(self, broken: FrameError) -> None:
-        """The reply is damaged: end the session and attach again.
-
-        The broker then redelivers the rows that this consumer does not hold. It verifies them and leaves out bad ones.
-        """
+        """End the session of a damaged reply and attach again: the broker redelivers its rows, without bad ones."""
         self._broken += 1
         if self._broken > BROKEN_MAX or not self.terms.tracks:
             self.failed(broken)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from types import EllipsisType
 from typing import Any, NamedTuple
 
-from plait.client.arguments import Duration, seconds_of, start_of
+from plait.client.arguments import Duration, seconds_of, start_of, to_datetime
 from plait.client.consume.failure import EpochRange
 from plait.errors import InvalidArgument
 from plait.model import names
@@ -15,6 +16,8 @@ from plait.model.retry_policy import Retry
 from plait.model.settings import ShareMode
 from plait.model.subject_patterns import SubjectPatterns
 from plait.wire import messages as m
+
+log = logging.getLogger("plait.client")
 
 
 class Terms(NamedTuple):
@@ -145,3 +148,23 @@ class ConsumerArguments(NamedTuple):
                 "at_most_once cannot have affinity: a key moves to another member when its messages are acked"
             )
         return ShareMode.ORDERED if self.ordered else ShareMode.AFFINITY
+
+
+class PauseNotices:
+    """Logs each pause of the group of a consumer once."""
+
+    __slots__ = ("_since",)
+
+    def __init__(self) -> None:
+        #: The beginning of the last pause that was logged.
+        self._since = 0
+
+    def note(self, terms: Terms, since: int) -> None:
+        if since != self._since:
+            self._since = since
+            log.warning(
+                "group %s of %s is paused since %s: its consumers get no messages until 'plait group resume'",
+                terms.group or f"of {terms.client}",
+                terms.subject,
+                to_datetime(since).isoformat(timespec="seconds"),
+            )

@@ -177,12 +177,13 @@ class MetaHost:
             self.look_soon()
         return view
 
-    async def set_subject(self, subject: str, settings: dict[str, Any]) -> None:
-        """Change settings of a subject. Reachable brokers have them before the reply."""
-        await self.call(lambda s: s.subjects.update(subject, settings))
+    async def set_subject(self, subject: str, decide: Callable[[MetaService], _T]) -> _T:
+        """Change settings of a subject. Reachable brokers have them before the reply, the others when they can."""
+        result = await self.call(decide)
         makes = await self.call(lambda s: s.routing.makes(subject))
         await asyncio.gather(*map(self._carry_out, makes))
         self.look_soon()
+        return result
 
     async def delete_subject(self, subject: str) -> None:
         """Delete a subject. Reachable brokers drop its partitions before the reply."""

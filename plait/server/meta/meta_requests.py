@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from plait import tasks
@@ -88,7 +89,8 @@ class MetaHandlers:
         self._decisions = {operation.name: (operation, run, decide) for operation, run, decide in decisions}
         others: list[tuple[Operation[Any], Callable[[Any], Awaitable[Any]]]] = [
             (g.MATCH_SUBJECTS, host.match_subjects),
-            (g.SET_SUBJECT, lambda r: host.set_subject(r.subject, r.settings)),
+            (g.SET_SUBJECT, lambda r: host.set_subject(r.subject, lambda s: s.subjects.update(r.subject, r.settings))),
+            (g.PAUSE_GROUP, lambda r: host.set_subject(r.subject, partial(_pause, r))),
             (g.DELETE_SUBJECT, lambda r: host.delete_subject(r.subject)),
             (c.DESCRIBE_ROUTE, lambda r: self._route(r.subject)),
             (c.EXPAND_SUBJECT, self._expand),
@@ -255,6 +257,10 @@ def _route_reply(view: RouteView, metas: list[str]) -> m.RouteReply:
 def _create(service: MetaService, request: g.CreateSubject) -> None:
     settings = SubjectSettings(request.retention_seconds, request.retention_bytes, request.order)  # type: ignore[arg-type]
     service.subjects.create(request.subject, settings, partitions=request.partitions, groups=request.groups)
+
+
+def _pause(request: g.PauseGroup, service: MetaService) -> int | None:
+    return service.subjects.pause(request.subject, request.group, paused=request.paused)
 
 
 def _remembered(service: MetaService, request: g.AskRemembered) -> g.Remembered:

@@ -15,7 +15,7 @@ from plait.broker.views import group_view, subject_view
 from plait.errors import InvalidArgument
 from plait.frame.header import SEQUENCE_MAX
 from plait.model import names
-from plait.model.settings import SubjectSettings
+from plait.model.settings import SubjectSettings, with_pause
 from plait.server.broker_host import BrokerHost
 from plait.server.operations.partitions import Answer
 from plait.wire.admin.operation import Nothing
@@ -25,6 +25,7 @@ from plait.wire.admin.subjects import (
     GroupInfo,
     OfSubject,
     OfSubjects,
+    PauseGroup,
     SetGroupFilter,
     SetSubject,
     SubjectDetails,
@@ -59,6 +60,14 @@ def set_subject(host: BrokerHost, request: SetSubject) -> None:
     partition = host.broker.partition_of(request.subject, create=False)
     settings = msgspec.structs.replace(partition.row.settings, **request.settings)
     host.broker.catalog.update_subject(request.subject, settings)
+
+
+def pause(host: BrokerHost, request: PauseGroup) -> int | None:
+    settings = host.broker.partition_of(request.subject, create=False).row.settings
+    changed = with_pause(settings, request.group, host.broker.clock.now() if request.paused else 0)
+    if changed != settings:
+        host.broker.catalog.update_subject(request.subject, changed)
+    return changed.paused.get(request.group, settings.paused.get(request.group))
 
 
 def rewind(host: BrokerHost, request: RewindGroup, answer: Answer) -> None:

@@ -72,6 +72,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
     filter: FilterTerms | None = None
     #: How often the filter was set.
     filter_version: int = 0
+    #: Since when the group is paused, in microseconds since 1970; None: it is not.
+    paused: int | None = None
 
 
 class SubjectDetails(msgspec.Struct, frozen=True):
@@ -175,6 +177,12 @@ class AskRemembered(Request):
     client: str
 
 
+class PauseGroup(OfGroup):
+    """Pause a group, or resume it."""
+
+    paused: bool
+
+
 class SetGroup(OfGroup):
     """Change the retry settings of an idle group."""
 
@@ -198,6 +206,8 @@ LIST_GROUPS = Operation("group.list", OfSubjects, list[GroupInfo])
 DESCRIBE_GROUP = Operation("group.describe", OfGroup, GroupInfo)
 GROUP_BEGAN = Operation[int | None]("group.began", Began, int | None)
 GROUP_REMEMBERED = Operation("group.remembered", AskRemembered, Remembered)
+#: Since when the group is paused or, for a resumed group, was paused; None: it was not paused.
+PAUSE_GROUP = Operation[int | None]("group.pause", PauseGroup, int | None)
 SET_GROUP = Operation("group.set", SetGroup, GroupInfo)
 SET_GROUP_FILTER = Operation("group.filter", SetGroupFilter, GroupInfo)
 DELETE_GROUP = Operation[None]("group.delete", OfGroup)
