@@ -22,7 +22,7 @@ class SubjectPatterns(NamedTuple):
     @classmethod
     def of(cls, given: str | Iterable[str]) -> SubjectPatterns:
         """The patterns of an argument: a name, a prefix with ``*`` at its end, or several of both."""
-        listed = [given] if isinstance(given, str) else list(given)
+        listed = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
         if not listed:
             raise InvalidArgument("an empty list names no subject; give a name, or a prefix such as 'order.*'")
         if len(listed) > SUBSCRIBED_SUBJECTS_MAX:

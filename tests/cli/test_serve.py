@@ -414,7 +414,7 @@ def test_a_lease_that_is_too_short_or_too_long_is_refused(
 async def leased(address: str) -> float:
     """The lease duration that a consumer receives."""
     async with plait.connect(address) as client, client.consumer("s", group="g", ordered=True) as consumer:
-        (partition,) = consumer._clients
+        (partition,) = consumer._fetcher.clients
         await until(lambda: partition.rights.open.any())  # type: ignore[attr-defined]
         return float(partition.rights.seconds)  # type: ignore[attr-defined]
 

@@ -51,7 +51,7 @@ class LossCounter:
     """A listener that counts lost connections."""
 
     losses = 0
-    fetcher = SimpleNamespace(clients=[None])
+    fetcher = SimpleNamespace(clients=[None], prefetch=SimpleNamespace(partitions=1))
     partition = PartitionName("s", "g")
     terms = Terms("s", "g", "client", None, "at_least_once", ShareMode.ORDERED)
 

@@ -28,7 +28,7 @@ async def test_fetch_returns_all_stored_rows_and_then_only_new_ones(client: plai
 async def test_a_waiting_fetch_is_woken_by_the_first_message(client: plait.Client) -> None:
     async with client.consumer("s", group="g") as consumer:
         waiting = asyncio.ensure_future(consumer.fetch(100, wait=60))
-        await until(lambda: consumer._clients[0].pulls)
+        await until(lambda: consumer._fetcher.clients[0].pulls)
         await client.send("s", b"0")
         assert numbers(await asyncio.wait_for(waiting, 5)) == [0]
 
@@ -295,7 +295,7 @@ async def test_at_most_once_pulls_only_while_a_fetch_waits(client: plait.Client)
     await send(client, 10)
     async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
         assert numbers(await consumer.fetch(4)) == [0, 1, 2, 3]
-        assert not consumer._clients[0].pulls
+        assert not consumer._fetcher.clients[0].pulls
         assert (await client.admin.group("s", "g")).next == 4
 
 

@@ -58,8 +58,12 @@ async def test_large_messages_stop_the_prefetch_by_their_bytes(broker: EmbeddedB
         for _ in range(40):
             await client.send("s", bytes(100_000))
         async with client.consumer("s", group="g") as consumer:
-            await until(lambda: not consumer._clients[0].pulls and consumer._clients[0].deliveries.bytes >= 900_000)
-            assert 900_000 <= consumer._clients[0].deliveries.bytes <= 1_400_000
+            await until(
+                lambda: (
+                    not consumer._fetcher.clients[0].pulls and consumer._fetcher.clients[0].deliveries.bytes >= 900_000
+                )
+            )
+            assert 900_000 <= consumer._fetcher.clients[0].deliveries.bytes <= 1_400_000
             assert await held(client) <= 14
             count = 0
             while count < 40:

@@ -115,10 +115,10 @@ async def test_a_silent_consumer_drops_rows_that_were_not_handed_out(timed_broke
         await send(other, 10)
         async with silent.consumer("s", group="g") as sleeper, other.consumer("s", group="g") as consumer:
             started = await fetch_all(sleeper, 3)
-            await until(lambda: sleeper._buffer.count == 7 and consumer._clients[0].pulls)
+            await until(lambda: sleeper._buffer.count == 7 and consumer._fetcher.clients[0].pulls)
             await timed_broker.advance(6, silent={"silent"})
             assert numbers(await fetch_all(consumer, 10)) == list(range(10))
-            await until(lambda: sleeper._clients[0].session and sleeper._buffer.count == 0)
+            await until(lambda: sleeper._fetcher.clients[0].session and sleeper._buffer.count == 0)
             started[0].ack()
             await sleeper.flush()
             assert list(await sleeper.fetch(10, wait=0)) == []
@@ -203,7 +203,7 @@ async def test_consumers_attach_to_a_recreated_subject(client: plait.Client, del
     async with client.consumer("s", group="g", delivery=delivery) as consumer:
         await fetch_all(consumer, 1)
         waiting = asyncio.ensure_future(consumer.fetch(1, wait=20))
-        await until(lambda: consumer._clients[0].pulls)
+        await until(lambda: consumer._fetcher.clients[0].pulls)
         await client.admin.delete_subject("s")
         await send(client, 1, first=7)
         # The send created the subject again, and the consumer attaches to the new one.
@@ -236,9 +236,9 @@ async def test_at_most_once_rows_survive_a_long_absence_of_the_broker(
         async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
             first = await anext(consumer)
             await timed_broker.kill()
-            await until(lambda: not consumer._clients[0].session)
-            consumer._clients[0]._stale = True
+            await until(lambda: not consumer._fetcher.clients[0].session)
+            consumer._fetcher.clients[0]._stale = True
             await timed_broker.start()
-            await until(lambda: consumer._clients[0].session)
+            await until(lambda: consumer._fetcher.clients[0].session)
             rest = [await anext(consumer) for _ in range(19)]
     assert numbers([first, *rest]) == list(range(20))

@@ -39,7 +39,7 @@ def lease_renewers() -> list[str]:
 
 
 def lease_of(consumer: plait.Consumer) -> OrderedPullClient:
-    [pulling] = consumer._clients
+    [pulling] = consumer._fetcher.clients
     assert isinstance(pulling, OrderedPullClient)
     return pulling
 

@@ -74,14 +74,14 @@ async def test_a_flush_interrupted_by_a_close_raises_closed(timed_broker: Embedd
         consumer = await client.consumer("s", group="g", **kind).__aenter__()
         messages = await fetch_all(consumer, 2)
         # The broker stops answering.
-        session = consumer._clients[0].session
+        session = consumer._fetcher.clients[0].session
         assert session is not None
         link = session.link
         assert link._transport is not None
         link._transport.pause_reading()
         messages[0].ack()
         flushing = asyncio.ensure_future(consumer.flush())
-        await until(lambda: consumer._clients[0].collector._in_flight)
+        await until(lambda: consumer._fetcher.clients[0].collector._in_flight)
         await consumer.close()
         # At once, and not when the link is given up.
         with pytest.raises(plait.Closed, match=r"the consumer .*is closed"):

@@ -140,4 +140,4 @@ async def test_a_heartbeat_reply_with_a_newer_route_version_triggers_a_refresh(c
         cluster.partitions = [("s", "g1"), ("s.1", "g1")]
         cluster.meta.routes = {"s": 2}
         cluster.meta.change()
-        await until(lambda: len(consumer._clients) == 2)
+        await until(lambda: len(consumer._fetcher.clients) == 2)

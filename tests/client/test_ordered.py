@@ -252,7 +252,7 @@ async def test_no_row_is_handed_out_after_the_lease_ends(cluster: Cluster) -> No
             clock.advance(10.1)
             assert len(await consumer.fetch(10, wait=0)) == 0
             assert consumer._buffer.next() is None
-            [pulling] = consumer._clients
+            [pulling] = consumer._fetcher.clients
             pulling.ask()  # type: ignore[attr-defined]
             assert len(await consumer.fetch(10, wait=PATIENCE_SECONDS)) > 0
 
@@ -270,7 +270,7 @@ async def test_a_consumer_that_handles_for_too_long_is_no_member_until_it_acks(
             cluster.meta.change()
             await until(lambda: not cluster.meta.members)
             assert "handled for more than 60 s" in caplog.text
-            [holder] = consumer._clients
+            [holder] = consumer._fetcher.clients
             assert isinstance(holder, OrderedPullClient)
             assert holder.lease() is None
             message.ack()
@@ -377,7 +377,7 @@ async def test_rows_of_an_earlier_pull_do_not_overtake_returned_rows_while_the_b
     await cluster.send_keyed("g1", rows(4, keys=["k"]))
     async with client.consumer("s", group="g", ordered=True) as consumer:
         await until(lambda: consumer._buffer.count == 4)
-        (partition,) = consumer._clients
+        (partition,) = consumer._fetcher.clients
         assert isinstance(partition, OrderedPullClient)
         slow = True
         await cluster.send_keyed("g1", rows(1, first=4, keys=["k"]))
@@ -417,7 +417,7 @@ async def test_refused_locks_trigger_a_full_heartbeat(cluster: Cluster, client: 
         cluster.connect(client_id="b") as other,
         other.consumer("s", group="g", ordered=True),
     ):
-        await until(lambda: one._clients[0].rights.open.all())  # type: ignore[attr-defined]
+        await until(lambda: one._fetcher.clients[0].rights.open.all())  # type: ignore[attr-defined]
         asked = [each for each in cluster.meta.heartbeats if each.client == "b" and each.seen == 0]
         await until(
             lambda: len([b for b in cluster.meta.heartbeats if b.client == "b" and b.seen == 0]) > max(len(asked), 1)

@@ -58,7 +58,7 @@ async def test_an_unreachable_broker_does_not_stop_the_others(cluster: Cluster, 
         await cluster.send("g2", 2, first=10)
         held = await fetch_all(consumer, 4)
         await cluster.brokers["g2"].kill()
-        await until(lambda: not all(pulling.session for pulling in consumer._clients))
+        await until(lambda: not all(pulling.session for pulling in consumer._fetcher.clients))
         for message in held:
             message.ack()
         await cluster.send("g1", 3, first=2)
@@ -119,10 +119,10 @@ async def test_a_consumer_leaves_a_removed_partition_when_it_holds_no_row_of_it(
         await cluster.send("g2", 2)
         held = await fetch_all(consumer, 2)
         await cluster.change(client, ("s", "g1"))
-        assert len(consumer._clients) == 2
+        assert len(consumer._fetcher.clients) == 2
         for message in held:
             message.ack()
-        await until(lambda: len(consumer._clients) == 1 and not consumer._fetcher.leaving)
+        await until(lambda: len(consumer._fetcher.clients) == 1 and not consumer._fetcher.leaving)
         async with cluster.brokers["g2"].connect() as direct:
             info = await direct.admin.group("s", "g")
             assert (info.lag, [c for c in info.consumers if c.online]) == (0, [])
@@ -140,7 +140,7 @@ async def test_a_removed_partition_that_returns_to_the_route_stays_attached(
         await consumer.flush()
         await cluster.send("g2", 1, first=1)
         assert numbers(await fetch_all(consumer, 1)) == [1]
-        assert len(consumer._clients) == 2
+        assert len(consumer._fetcher.clients) == 2
 
 
 async def test_acks_of_each_partition_are_spooled(cluster: Cluster, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ async def test_acks_of_each_partition_are_spooled(cluster: Cluster, tmp_path: Pa
             held = await fetch_all(consumer, 5)
             for broker in cluster.brokers.values():
                 await broker.kill()
-            await until(lambda: not any(pulling.session for pulling in consumer._clients))
+            await until(lambda: not any(pulling.session for pulling in consumer._fetcher.clients))
             for message in held:
                 message.ack()
             await until(lambda: len(list(spool.glob("*.outcomes"))) == 2)

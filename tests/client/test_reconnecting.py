@@ -131,7 +131,7 @@ async def test_a_consumer_without_an_open_pull_notices_a_lost_connection(
     await send(client, 10)
     async with client.consumer("s", group="g", prefetch=2) as consumer:
         started = await fetch_all(consumer, 2)
-        await until(lambda: not consumer._clients[0].pulls)
+        await until(lambda: not consumer._fetcher.clients[0].pulls)
         await broker.restart()
         for message in started:
             message.ack()
@@ -173,7 +173,7 @@ async def test_an_ack_times_out_while_the_server_is_down(broker: EmbeddedBroker,
     async with client.consumer("s", group="g") as consumer:
         batch = await consumer.fetch(1, wait=20)
         await broker.stop()
-        collector = consumer._clients[0].collector
+        collector = consumer._fetcher.clients[0].collector
         patient, collector._limits = collector._limits, plait.ClientLimits(send_seconds=0.05)
         with pytest.raises(plait.Timeout, match="may be delivered again"):
             await batch.ack()

@@ -84,7 +84,7 @@ def test_a_consumer_with_an_old_route_does_not_wait_for_a_retired_partition(
     with client.consumer("s", "g", **kind) as consumer:
         assert [message.body for message in consumer.fetch(1, wait=PATIENCE_SECONDS)] == [b"new"]
         # The message may come from the partition that stays, before the consumer has the new route.
-        while {str(each.partition) for each in consumer._inner._clients} != set(partitions):
+        while {str(each.partition) for each in consumer._inner._fetcher.clients} != set(partitions):
             consumer.fetch(1, wait=0.05)
 
 

@@ -237,7 +237,9 @@ class Cluster:
                         if await self._at_some_step(consumer.__aenter__(), draw) is not None:
                             await self._fetch(process, consumer, draw)
                             await self._at_some_step(consumer.close(), draw)
-                            still = [str(each.partition) for each in consumer._clients if each.session is not None]
+                            still = [
+                                str(each.partition) for each in consumer._fetcher.clients if each.session is not None
+                            ]
                             assert not still, f"{process.name} is attached to {still} after it was closed"
             except PlaitError:
                 await self.simulation.sleep(1.0)
