@@ -98,6 +98,15 @@ class ServerProcess:
         self.spawn()
         self.wait_ready()
 
+    def ended(self, seconds: float) -> bool:
+        """Whether the process ends by itself within this time."""
+        assert self._process is not None
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def kill(self) -> None:
         """Send SIGKILL. Does nothing if it does not run."""
         process, self._process = self._process, None

@@ -24,6 +24,8 @@ Mode = Literal["ordered", "affinity", "shared", "once", "broadcast"]
 Start = Literal["earliest", "latest", "time"]
 
 STRICT, LOOSE, DOOMED = "orders", "prices", "doomed"
+#: The subject of recurring messages.
+RECURRING = "recurring"
 BROKERS = ("g1", "g2", "g3")
 PRODUCERS = ("producer-0", "producer-1")
 CLIENTS = ("client-0", "client-1", "client-2")
@@ -69,6 +71,20 @@ class GroupPlan(NamedTuple):
     def owns(self) -> bool:
         """Whether its members own logical partitions."""
         return self.mode in ("ordered", "affinity")
+
+
+class RecurrencePlan(NamedTuple):
+    """A recurrence of the subject ``RECURRING``."""
+
+    #: Its interval in seconds.
+    every: float
+    key: str | None
+    catch_up: Literal["one", "all", "none"]
+    #: When it is paused for a moment.
+    pauses: tuple[float, ...]
+    #: Of the first recurrence: the partitions of the subject at the beginning, and (time, partitions) of their changes.
+    partitions: int = 1
+    changes: tuple[tuple[float, int], ...] = ()
 
 
 class DiskFault(NamedTuple):
@@ -129,6 +145,7 @@ class Plan(NamedTuple):
     emptied: str | None = None
     #: True if the broker group that is switched off is also removed from the routes.
     forgotten: bool = True
+    recurrences: tuple[RecurrencePlan, ...] = ()
 
     @property
     def calm(self) -> bool:
@@ -188,6 +205,29 @@ def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
 def _with_later_features(plan: Plan) -> Plan:
     """Draw the newer features separately, so that the rest of a seed's plan does not change."""
     plan = plan._replace(groups=_filtered(plan))
+    return _with_recurrences(_with_ends(plan))
+
+
+def _with_recurrences(plan: Plan) -> Plan:
+    """Recurring messages, if the wall clocks of meta servers and brokers are close, as for delays."""
+    draw = random.Random(f"{plan.seed} recurrences")
+    if plan.emptied is not None or plan.skew > 5.0 or draw.random() < 0.5:
+        return plan
+    found = []
+    for _ in range(draw.choice((1, 2, 5))):
+        catch_up: Literal["one", "all", "none"] = draw.choice(("one", "all", "none"))
+        pauses = tuple(draw.uniform(0.5, plan.seconds) for _ in range(draw.choice((0, 0, 1, 2))))
+        found.append(
+            RecurrencePlan(draw.choice((1.0, 1.0, 1.3, 2.5)), draw.choice((None, "k1", "k2")), catch_up, pauses)
+        )
+    changes = tuple(
+        (draw.uniform(0.2, plan.seconds), draw.choice((1, 2, 3, 4))) for _ in range(draw.choice((0, 1, 1, 3)))
+    )
+    found[0] = found[0]._replace(partitions=draw.choice((1, 2, 4)), changes=changes)
+    return plan._replace(recurrences=tuple(found))
+
+
+def _with_ends(plan: Plan) -> Plan:
     plan = plan._replace(prefixes=random.Random(f"{plan.seed} prefixes").choice((0.0, 0.0, 0.5)))
     plan = plan._replace(transactions=random.Random(f"{plan.seed} transactions").choice((0.0, 0.1, 0.4)))
     draw = random.Random(f"{plan.seed} later")

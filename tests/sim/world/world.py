@@ -16,6 +16,7 @@ from tests.sim.world.operator import Operator
 from tests.sim.world.plan import CLIENTS, DOOMED, PRODUCERS, READER, Plan, draw_plan
 from tests.sim.world.queries import Querying
 from tests.sim.world.readers import Reading
+from tests.sim.world.recurring import SECONDS_MAX, Recurring
 from tests.sim.world.senders import Senders
 from tests.sim.world.transactions import Transacting
 
@@ -40,6 +41,7 @@ class World:
         self.transacting = self.senders.transacting = Transacting(sim, plan, self.ledger)
         self.members = Members(sim, plan, self.ledger)
         self.reading = Reading(sim, plan, self.ledger)
+        self.recurring = Recurring(sim, plan, self.ledger)
         self._quiet_seconds = quiet_seconds
         self.users = [sim.process(name, self.senders.run) for name in PRODUCERS]
         self.users += [sim.process(name, self.members.main(name)) for name in CLIENTS]
@@ -63,10 +65,12 @@ class World:
         sim = self.simulation
         self.machines.start()
         sim.run(self.operator.create(), seconds=60.0)
+        sim.run(self.recurring.create(), seconds=60.0)
         for user in (*self.users, self._reader):
             user.start()
         self.machines.play()
         self.operator.play()
+        self.recurring.play()
         play(sim, self.plan.script, self._fault)
         sim.run_for(self.plan.seconds)
         self.machines.heal()
@@ -77,6 +81,7 @@ class World:
         self._settle()
         self._finish()
         sim.run(Querying(sim, self.plan, self.ledger).check(), seconds=60.0)
+        sim.run(self.recurring.check(), seconds=2 * SECONDS_MAX)
         if self.plan.emptied is not None:
             self._switch_off(self.plan.emptied)
             self._finish()
