@@ -23,7 +23,8 @@ class PlaitError(Exception):
     facts: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        BY_CODE[cls.code] = cls
+        # A subclass without a code of its own is sent as its parent.
+        BY_CODE.setdefault(cls.code, cls)
 
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)

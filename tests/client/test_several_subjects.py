@@ -9,6 +9,7 @@ import pytest
 
 import plait
 from plait import limits
+from plait.client.consume.several.several_fetcher import SeveralFetcher
 from plait.model.subject_patterns import SubjectPatterns
 from plait.testing import EmbeddedBroker
 from tests.client.support import until
@@ -147,12 +148,23 @@ async def test_consumers_of_one_client_with_a_subject_in_common_have_different_i
     assert ids == [client.client_id, f"{client.client_id}:2", f"{client.client_id}:2", client.client_id]
 
 
-async def test_a_group_with_other_settings_on_a_new_subject_fails_the_consumer(client: plait.Client) -> None:
+async def test_a_group_with_other_settings_on_a_new_subject_fails_the_consumer(
+    client: plait.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defined = asyncio.Event()
+    join = SeveralFetcher._join
+
+    async def join_later(self: SeveralFetcher, name: str) -> None:
+        await defined.wait()
+        await join(self, name)
+
+    monkeypatch.setattr(SeveralFetcher, "_join", join_later)
     async with (
         asyncio.timeout(60),
         client.consumer("a.*", group="g") as consumer,
         client.consumer("a.1", group="g", delivery="at_most_once"),
     ):
+        defined.set()
         with pytest.raises(plait.GroupMismatch, match="at_most_once"):
             await anext(consumer)
 

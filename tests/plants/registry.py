@@ -63,7 +63,7 @@ PLANTS: list[Plant] = [
     Plant(transaction_defects.roll_back_after_a_commit_without_answer, generators.WORLDS),
     # Filters of groups.
     Plant(filter_defects.leave_out_what_has_no_room, generators.WORLDS, (10,)),
-    Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (3,)),
+    Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (16,)),
     Plant(filter_defects.record_nothing_that_is_left_out, generators.FILTER_MODEL, (2,)),
     # Storage.
     Plant(broker_defects.trust_the_page_cache, generators.CRASH_POINTS),
@@ -93,7 +93,7 @@ PLANTS: list[Plant] = [
     Plant(world_defects.start_a_known_group_again_on_new_partitions, generators.WORLDS),
     Plant(world_defects.end_the_app_with_a_body_that_does_not_decode, generators.WORLDS, (17,)),
     Plant(world_defects.overtake_sends_that_wait_for_room, generators.WORLDS, (1,)),
-    Plant(world_defects.return_a_message_while_its_thread_runs, generators.WORLDS, (1,)),
+    Plant(world_defects.return_a_message_while_its_thread_runs, generators.WORLDS, (28,)),
     Plant(world_defects.throw_rows_away_at_a_clean_stop, generators.SHARED_CLUSTER, (0,)),
     # The outbox.
     Plant(relay_defects.renew_the_lease_of_another_relay, generators.OUTBOX, (4,)),

@@ -48,7 +48,8 @@ class MariaDB:
         if self._as:
             os.chown(self._directory, self._as["user"], self._as["group"])
         self._socket = self._directory / "socket"
-        self._common = ["--no-defaults", f"--datadir={self._directory / 'data'}"]
+        # The directory of temporary files of the tests is closed to other users.
+        self._common = ["--no-defaults", f"--datadir={self._directory / 'data'}", f"--tmpdir={self._directory}"]
         installed = subprocess.run(
             [install, *self._common, "--auth-root-authentication-method=normal", "--skip-test-db"],
             capture_output=True,
@@ -61,7 +62,7 @@ class MariaDB:
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        arguments = [*self._common, *SETTINGS, f"--socket={self._socket}", f"--tmpdir={self._directory}"]
+        arguments = [*self._common, *SETTINGS, f"--socket={self._socket}"]
         with (self._directory / "log").open("ab") as log:
             process = subprocess.Popen(
                 [self._program, *arguments], stdout=log, stderr=log, cwd=self._directory, **self._as

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from plait.broker.groups.ordered.in_flight import InFlightRows
 from plait.broker.groups.ordered.lease_grants import LeaseGrants
 from plait.broker.groups.ordered.ordered_delivery import OrderedDelivery, RowTake
 from plait.broker.groups.ordered.row_reader import Count, RowCounter
-from plait.broker.partitions.frame_search import FrameKeys, KnownRows
+from plait.broker.partitions.frame_search import KnownRows
 from plait.broker.partitions.partition import Partition
 from plait.storage.cursor import Cursor
 
@@ -72,9 +73,9 @@ def count_rows_of_others(patch: Patch) -> None:
 def remember_every_key(patch: Patch) -> None:
     """The keys of rows that were read stay in memory."""
 
-    def naive(self: KnownRows, place: tuple[int, int], keys: FrameKeys) -> None:
-        self._known[place] = keys
-        self._rows += len(keys.lps)
+    def naive(self: KnownRows, place: Any, facts: Any, rows: int) -> None:
+        self._known[place] = facts, rows
+        self._rows += rows
 
     patch.setattr(KnownRows, "put", naive)
 
