@@ -22,7 +22,7 @@ class Commit(msgspec.Struct, eq=False):
     since: float = 0.0
     #: Partition → the end of its appended rows.
     partitions: dict[Partition, int] = {}
-    #: The last frame of each partition for which pulls wait, if it is small.
+    #: Partition with suspended pulls or reads → its last frame, if that is small.
     newest: dict[Partition, ReadBatch] = {}
     #: Callbacks of sends, each with its result.
     replies: list[tuple[SendCallback, int | None, PlaitError | None]] = []
@@ -59,7 +59,7 @@ class SyncWork:
 
     def covers(self, ends: list[int]) -> bool:
         """Whether this sync makes every log durable up to these ends."""
-        for job, end in zip(self.jobs, ends, strict=True):  # noqa: SIM110 - a generator would cost as much again
+        for job, end in zip(self.jobs, ends, strict=True):  # noqa: SIM110 - a generator takes twice the time
             if job.end < end:
                 return False
         return True

@@ -20,7 +20,7 @@ from plait.server.broker_host import BrokerHost
 REQUEST_SIZE_MAX = 8 * 1024
 #: A client must send its request within this time.
 REQUEST_SECONDS = 5.0
-#: Open connections. Beyond it, the oldest one without a request is closed.
+#: The most connections without a complete request; one more closes the oldest.
 CONNECTIONS_MAX = 64
 
 _encoder = msgspec.json.Encoder()

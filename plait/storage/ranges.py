@@ -42,8 +42,8 @@ class Ranges:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._attempts: list[int] = []
-        #: The first entries of the lists that are removed already. They are deleted in batches, because deleting one
-        #: from the front of a list takes time proportional to its length.
+        #: The number of removed entries at the start of the lists. They are deleted in batches, because a deletion at
+        #: the start of a list takes time proportional to its length.
         self._gone = 0
         #: The number of ranges.
         self.length = 0
@@ -103,7 +103,7 @@ class Ranges:
         if not self.length:
             return []
         if self.length == 1 and start <= self._starts[-1] and self._ends[-1] <= end:
-            # All of the only range: the most common case.
+            # There is one range, and all of it is removed: the most common case.
             removed = [Range(self._starts[-1], self._ends[-1], self._attempts[-1])]
             self._gone, self.length = len(self._starts), 0
             return removed
@@ -177,7 +177,7 @@ class Ranges:
 
     @classmethod
     def of(cls, columns: npt.NDArray[np.int64]) -> Ranges:
-        """Ranges from such arrays. They must ascend, and neighbours with equal attempts must be joined."""
+        """The inverse of ``columns``. Ranges must ascend, and neighbours with equal attempts must be joined."""
         ranges = cls()
         ranges._starts, ranges._ends, ranges._attempts = columns.tolist()
         ranges.length = len(ranges._starts)
@@ -311,7 +311,7 @@ class DueRanges:
 
 
 class Failures:
-    """Failed rows of one group in one partition. Every row of a range has failed, in ordered groups too."""
+    """Failed rows of one group in one partition. In ordered groups too, the ranges contain failed rows only."""
 
     __slots__ = ("dead", "failing", "resent")
 
@@ -320,7 +320,7 @@ class Failures:
         self.dead = Ranges()
         #: Failed rows. The attempt of a range is the time of its first failure, in seconds since 1970.
         self.failing = Ranges()
-        #: Dead letters that were resent, with the attempts they had: later attempts count from there.
+        #: Dead letters that were resent. The attempts of a range are those before the resend, which no longer count.
         self.resent = Ranges()
 
     def note(self, start: int, end: int, time: int) -> None:
@@ -366,7 +366,7 @@ class Failures:
         self.failing = Ranges(piece for start, end, _ in self.dead for piece in self.failing.overlap(start, end))
 
     def rewound(self, sequence: int, *, skipping: bool) -> None:
-        """Forget what failed from ``sequence`` on, dead letters too; ``skipping``: below it all but dead letters."""
+        """Forget all failures from ``sequence`` on. ``skipping``: below it too, except dead letters."""
         self.dead.remove(sequence, SEQUENCE_MAX)
         if skipping:
             self.reset()

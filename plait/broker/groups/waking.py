@@ -15,7 +15,7 @@ import msgspec
 
 log = logging.getLogger("plait.broker")
 
-#: A heap is cleaned when it has more than this many entries above twice its live ones.
+#: A heap is cleaned when it has this many entries more than twice those that the last cleaning left.
 STALE_MAX = 64
 
 Item = TypeVar("Item")
@@ -32,11 +32,11 @@ class Waiter(msgspec.Struct, eq=False):
     #: On the monotonic clock; 0: the waiter has left its queue.
     deadline: float
     sequence: int = 0
-    #: Of a read: reads from a sequence at most a count and a size.
+    #: For a read: reads from (sequence, row count, size), where count and size are limits.
     read: Callable[[int, int, int], Any] | None = None
-    #: Of a read: its filter.
+    #: For a read: its filter.
     wanted: Any = None
-    #: Of a read with a filter: there was no room to examine rows when it came, so it is answered once it has its turn.
+    #: For a read with a filter: the budget was used up when the read arrived; its first examination answers it.
     deferred: bool = False
 
     def leave(self) -> bool:

@@ -51,9 +51,9 @@ _numbers = itertools.count()
 class ReadBatch(msgspec.Struct, eq=False):
     """Frames and parts of frames read from a partition, ready to be written to a socket."""
 
-    #: Reading stopped here.
+    #: The sequence at which reading stopped.
     end: int
-    #: True if the next frame did not fit; of a read with a filter: if there are more rows to examine.
+    #: True if the next frame did not fit or, for a read with a filter, if there are more rows to examine.
     full: bool = False
     parts: list[Buffer] = []
     #: The sequence ranges of the parts; more than one where the log has gaps.
@@ -66,7 +66,7 @@ class ReadBatch(msgspec.Struct, eq=False):
     damaged: list[tuple[int, int]] = []
 
     def fits(self, start: int, end: int, count: int, size: int, some: bool) -> bool:
-        """True if a read with these limits gives this batch, which has one frame."""
+        """Whether this batch, which has one frame, is the result of a read with these limits."""
         return (
             self.ranges[0][0] == start
             and self.end <= end
@@ -141,7 +141,7 @@ class Partition:
         self.fences: npt.NDArray[np.int64] | None = None
         self.id = row.id
         self.redefine(row)
-        #: Of a schedule partition: the partition that its rows enter when they are due. It accepts the same keys.
+        #: For a schedule partition: the partition that its due rows enter. The schedule accepts the same keys.
         self.main: Partition | None = None
         #: The sequence of the next row. Rows below it are appended, perhaps not yet acknowledged.
         self.next = 0
@@ -151,11 +151,11 @@ class Partition:
         self.start = 0
         #: (``start``, the first record that is not expired): avoids most searches of the consume log.
         self._head: tuple[int, Record] | None = None
-        #: While a commit serves suspended pulls: the small frame that it appended, which need not be parsed in the log.
+        #: While a commit serves suspended pulls: the small frame that it appended, so that no pull reads it in the log.
         self.newest: ReadBatch | None = None
         #: The start of the message log for which ``start`` was computed.
         self.log_start = 0
-        #: (generation, index) of a wrong record → the right record; None: its frame is not in the log.
+        #: (generation, index) of a consume log record that is wrong → the right one; None: its frame is not in the log.
         self.searched: dict[tuple[int, int], Record | None] = {}
         #: The log positions of the checkpoint that it was loaded from. Recovery does not apply earlier frames again.
         self.position = BEGINNING
@@ -182,7 +182,7 @@ class Partition:
         self.redefined()
 
     def redefined(self) -> None:
-        """Record that a group or consumer has changed: ``definitions`` gets a number that no partition had."""
+        """Record that a group or consumer changed: give ``definitions`` a number that no partition had before."""
         self.definitions = next(_numbers)
 
     def redefine(self, row: PartitionRow) -> None:
@@ -219,7 +219,7 @@ class Partition:
         return lps
 
     def takes(self, frame: FrameView) -> bool:
-        """True if it accepts the LPs of all rows with keys or, if no row has a key, accepts any LP."""
+        """Whether the partition accepts the LPs of all rows with keys or, if no row has a key, at least one LP."""
         accepts = self.accepts
         if accepts is None:
             return True
@@ -235,7 +235,7 @@ class Partition:
         self.size += size
 
     def clip_to_epoch(self, start: int, end: int, epoch: int) -> tuple[int, int]:
-        """The part of [start, end) that was stored in ``epoch``. In another epoch a sequence is another message."""
+        """The part of [start, end) that was stored in ``epoch``. Another epoch may use a sequence again."""
         for index in range(len(self.epochs) - 1, -1, -1):
             first, number = self.epochs[index]
             if number == epoch:

@@ -18,7 +18,7 @@ from plait.filter.scan_budget import ScanBudget
 log = logging.getLogger("plait.broker")
 
 
-#: Reads from a sequence at most a count and a size.
+#: Reads from (sequence, row count, size), where count and size are limits.
 Read = Callable[[int, int, int], ReadBatch]
 
 
@@ -28,21 +28,21 @@ class Scans:
     def __init__(self, monotonic: Callable[[], float], wait_seconds_max: float) -> None:
         self._monotonic = monotonic
         self._wait_seconds_max = wait_seconds_max
-        #: Its ``on_begin`` must cause a call of ``next_turn`` in the next turn of the loop.
+        #: The server sets ``on_begin``, so that the next turn of the loop calls ``next_turn``.
         self.budget = ScanBudget(monotonic)
         self._waiting: dict[object, Callable[[], None]] = {}
 
     # --- turns ----------------------------------------------------------------------------------
 
     def later(self, owner: object, work: Callable[[], None]) -> None:
-        """Call ``work`` in a turn that has room; one call for each owner."""
+        """Call ``work`` in a turn in which the budget has room; it replaces earlier work of the owner."""
         self._waiting[owner] = work
 
     def next_turn(self) -> None:
-        """Begin a turn of the loop: do the work that waits while there is room."""
+        """Begin a turn of the loop: do waiting work until the budget is used up."""
         self.budget.renew()
         while self._waiting and self.budget.has_room():
-            # Work that does not end is added again, behind the others.
+            # Work that is not finished adds itself again, behind the others.
             self._waiting.pop(next(iter(self._waiting)))()
 
     def clear(self) -> None:

@@ -70,7 +70,7 @@ def state_of(broker: Broker, group: Group, sequence: int, row: RowKey | None) ->
             if any(piece.start <= sequence < piece.end for piece in pieces):
                 return state("retry", due=due, attempt=again[0].attempt)
         if cursor.key is not None and cursor.floor < sequence:
-            # Of a key with its own cursor only one message is delivered at a time.
+            # A key with its own cursor gets no later rows before its delivered rows are done.
             return state("behind", blocker=cursor.floor)
         if again:
             return state("returned", attempt=again[0].attempt)

@@ -27,9 +27,9 @@ from plait.storage.producers import ProducerTable
 from plait.storage.schedule.bucket_writer import BucketWriter
 
 #: Time between checkpoints that are made only so that expired segments can be deleted (``Snapshots.wanted``).
-#: A segment can be deleted once none of the kept checkpoints needs it. ``storage.checkpoint.KEEP`` such checkpoints
-#: take about ten seconds, well below the minute in which a shorter retention must take effect (docs/cli.md). At this
-#: interval they also cost little for a broker that frees space all the time.
+#: After ``storage.checkpoint.KEEP`` of them, about ten seconds, no kept checkpoint needs an expired segment. A shorter
+#: retention must take effect within a minute (docs/cli.md). A broker that always has expired segments makes one at each
+#: interval, which costs it little.
 WANTED_SECONDS: Final = 2.0
 #: One call of ``settle_some`` notifies at most this many consume logs that their records are in files.
 SETTLE_LOGS: Final = 500
@@ -57,7 +57,7 @@ class CheckpointWork:
         self.shards: dict[str, bytes] = {}
         table = snapshots.half_publisher.table
         if table.dirty:
-            # Copied when the checkpoint begins, so it includes the logs up to where recovery begins to read them.
+            # Copied when the checkpoint begins: recovery reads the logs from there on.
             self.shards[TRANSACTIONS_SHARD] = table.dump()
             table.dirty = False
         self.consume: list[tuple[ConsumeLog, int, bytes]] = []
@@ -212,7 +212,7 @@ class Snapshots:
             raise work.error
 
     def begin(self, *, clean: bool = False, waited_for: bool = False) -> CheckpointWork:
-        """Begin a checkpoint of all that is committed now, and some later changes.
+        """Begin a checkpoint: it has all that is committed now, and later changes up to the copying of each shard.
 
         The caller calls ``copy_some``, then ``run`` in a thread, then ``end``.
         """
@@ -271,9 +271,7 @@ class Snapshots:
         return bool(self._unsettled)
 
     def drop_unknown_consume_logs(self) -> None:
-        """Record files of unknown partitions and of earlier generations as no longer used: a later checkpoint deletes
-        them when no kept checkpoint needs them.
-        """
+        """Let a later checkpoint delete the consume logs that no partition uses, once no kept checkpoint needs them."""
         for name in self.checkpoints.disk.list(CONSUME_DIRECTORY):
             path = f"{CONSUME_DIRECTORY}/{name}"
             if not self._in_use(path):

@@ -73,7 +73,7 @@ class MessageReplay:
         self._transactions = transactions
         self.epoch_max = 0
         self.frames = 0
-        #: The log positions up to which each shard of partitions includes the logs.
+        #: For each shard of partitions, the log positions up to which it includes the logs.
         self.positions = [BEGINNING] * SHARDS
         #: Number of a partition whose definition is damaged → (offset of its first frame, bytes, rows).
         self._unknown: dict[int, tuple[int, int, int]] = {}
@@ -87,7 +87,7 @@ class MessageReplay:
         ]
 
     def _in_checkpoint(self, partition: int, offset: int) -> bool:
-        """Whether the checkpoint includes the effect of the frame at ``offset`` on the partition, even its deletion."""
+        """Whether the checkpoint includes the effect of the frame at ``offset`` on the partition, or its deletion."""
         return offset < self.positions[partition % SHARDS].message
 
     def plausible(self, offset: int, frame: FrameView) -> bool:
@@ -134,7 +134,7 @@ class MessageReplay:
                 self._transactions.replay_copy(partition, frame)
 
     def _undefined(self, offset: int, frame: FrameView) -> None:
-        """Count rows of a partition whose definition is damaged, so that no new partition gets its number."""
+        """Count rows of a partition whose definition is damaged; no new partition gets its number."""
         self._catalog.next_partition = max(self._catalog.next_partition, frame.partition + 1)
         first, size, rows = self._unknown.get(frame.partition, (offset, 0, 0))
         self._unknown[frame.partition] = first, size + frame.size, rows + frame.count
@@ -202,8 +202,7 @@ class ActionReplay:
             return
         if frame.partition == group.partition.id:
             sequences = frame.sequences()
-            # A power failure may have lost rows, and later rows may have their sequences. The copies are of the lost
-            # rows.
+            # After a power failure, new rows may have the sequences of lost rows. The copies of lost rows are left out.
             group.retained.add(sequences[sequences < group.partition.stored_until(frame.epoch)], offset)
             group.retained.settled()
             self._turn.touch(group.partition)
@@ -248,7 +247,7 @@ class ActionReplay:
                 self._transactions.replay_event(event)
             return
         group = self._catalog.groups.get(group_id)
-        # A checkpoint on a full disk includes the effect of events that were written later.
+        # A checkpoint made on a full disk includes events that were written to the log after it.
         if group is None or frame.base < group.partition.position.action:
             return
         self.events += 1
@@ -264,7 +263,7 @@ class ActionReplay:
             return
         if isinstance(event, (RowEvent, Rewound, WentOffline)):
             group.used = max(group.used, written)
-        # Rows may have been lost to damage, and later rows have their sequences: the event is not about the later rows.
+        # New rows may have the sequences of rows that were lost to damage. The event is about the lost rows only.
         limit = group.partition.stored_until(epoch)
         if isinstance(event, RowEvent):
             event.start, event.end = min(event.start, limit), min(event.end, limit)

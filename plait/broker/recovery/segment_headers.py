@@ -38,8 +38,8 @@ CHUNK_PARTITIONS = 64
 STEP_CHUNKS = 4
 
 
-#: The kinds of definitions, each with the name of the attribute of a partition that changes when they change: rows of
-#: the catalog, and the definitions of groups and consumers.
+#: The two kinds of definitions: catalog rows, and groups with their consumers. A kind is the name of the attribute of
+#: a partition that changes when its definitions change.
 ROWS = "row"
 NAMES = "definitions"
 
@@ -115,7 +115,7 @@ class SegmentHeaders:
         """Encode the changed definitions of a kind, in steps."""
         encoded = 0
         for chunk in list(self._chunks):
-            # One subject may have most consumers of the broker: such a chunk is encoded once, when the segment begins.
+            # A chunk with very many consumers is encoded only when the segment begins, not after each change.
             if sum(rows.count for rows in chunk.rows[kind]) <= DEFINITIONS_MAX and chunk.refresh(kind):
                 encoded += 1
                 if encoded % STEP_CHUNKS == 0:
@@ -151,7 +151,7 @@ class SegmentHeaders:
         return [rows.frame(1, previous_end, stamp) for rows in self._rows(ROWS)]
 
     def of_retained_segment(self, previous_end: int) -> list[FrameParts]:
-        """The header of a retained log segment: only the end of the previous one. Frames have the ids of groups."""
+        """The header of a retained log segment: the end of the previous one. The action log defines its group ids."""
         turn = self._turn
         return [header_frame(turn.clock.now(), turn.message_log.durable, turn.epoch, previous_end)]
 

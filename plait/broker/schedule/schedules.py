@@ -119,7 +119,7 @@ class Schedules:
                 self.upcoming.append(schedule, frame, offset, base)
 
     def release(self, held: list[Schedule]) -> None:
-        """Move due rows that were held into the window."""
+        """Move the due rows of postponed schedules into the window."""
         for schedule in held:
             schedule.postponed = False
         if held:

@@ -134,9 +134,9 @@ class Transactions:
         turn, log = self._turn, self._turn.message_log
         producer_group = producer_group_of(frame)
         if reply is None or frame.flags != FLAG_UNSEQUENCED or frame.column_bits & _REFUSED_BITS:
-            raise FrameError("half messages are sent in unsequenced frames of rows, and not oneway")
+            raise FrameError("half messages need an unsequenced frame, not oneway, without runs, selection or schedule")
         if not frame.has(Column.DELIVER_AT):
-            raise FrameError("half messages have due times; a message without a delay is due when it was sent")
+            raise FrameError("half messages need due times; for a message without a delay, use the time of its send")
         check_due(int(frame.values(Column.DELIVER_AT).max()), turn.clock.now())
         transaction = self._undecided(frame.producer)
         if transaction.producer_group != producer_group:
@@ -161,7 +161,7 @@ class Transactions:
         turn.answer_after_commit(lambda: reply(None, None))
 
     def _undecided(self, number: int) -> StoredTransaction:
-        """The transaction, which takes rows; raises if it is decided or unknown."""
+        """The transaction, if it still accepts rows; raises if it is decided or unknown."""
         transaction = self.table.live.get(number)
         if transaction is None or transaction.state == COMMITTED:
             raise self._unknown(number)

@@ -92,7 +92,7 @@ def _moved(array: pa.Array, order: Order) -> pa.Array:
 
 
 def _is_same(array: pa.Array, other: pa.Array) -> bool:
-    """Whether the values are equal. Equal views into the same memory are not dereferenced."""
+    """Whether the values are equal. Equal views of the same buffers are equal without reading their values."""
     if array.type in _VIEWS.values() and not array.null_count and not other.null_count:
         mine, others = (_records(each).view(np.uint64) for each in (array, other))
         are_same = _places(array) == _places(other) and np.array_equal(mine, others)
@@ -133,7 +133,7 @@ def arranged(rows: pa.RecordBatch, order: Order) -> pa.RecordBatch:
 
 
 def lookup_order(rows: pa.RecordBatch) -> Order:
-    """Indices that sort rows in log order by key (rows without a key last), partition and sequence."""
+    """Indices that sort rows by key (rows without a key last), then partition. The rows must be in log order."""
     keys = rows.column("key")
     partitions = rows.column("partition").dictionary_encode()
     ranks = _ranks(partitions)
@@ -158,5 +158,5 @@ def _ranks(encoded: pa.DictionaryArray) -> Order:
 def log_order(rows: pa.RecordBatch) -> Order:
     """Indices that sort rows into log order, for each partition by epoch and sequence."""
     sequence, epoch = (rows.column(column).to_numpy() for column in ("sequence", "epoch"))
-    # The sequences of a subject that was deleted and created again restart at 0: its later rows come later.
+    # A subject that was deleted and created again may repeat its sequences: the store time orders these rows.
     return np.lexsort([rows.column("store_time").cast(pa.int64()).to_numpy(), sequence, epoch])

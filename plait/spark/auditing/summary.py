@@ -1,4 +1,4 @@
-"""Builds the report from the facts of all blocks."""
+"""Builds the report of an audit from the facts (``tally``) that its blocks found."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEYS_MAX: Final = 20
 EXAMPLES_MAX: Final = 10
 
 _REDELIVERED: Final = "redelivered_"
-#: Promises to a group that facts or ``invented`` show to be broken, apart from order.
+#: Promises to a group, except order: the names of ``tally.BROKEN`` facts, and ``invented``.
 _PROMISES: Final = ("lost", "double_acks", "delivered_twice", "invented")
 
 
@@ -84,7 +84,7 @@ def summarize(
     since: int | None,
     until: int | None,
 ) -> AuditReport:
-    """Build the report. ``table``: the facts added up. ``crossed``: the violations between blocks (``crossed_of``)."""
+    """Build the report. ``table``: the facts, added up. ``crossed``: violations found by comparing blocks."""
     summary = _Summary(source, _Facts(table), Counter(crossed), source.deaths())
     by_subject: dict[str, list[int]] = defaultdict(list)
     for number, partition in sorted(source.partitions.items()):
@@ -107,7 +107,7 @@ def summarize(
 class _Summary:
     source: AuditInput
     facts: _Facts
-    #: The number of violations between blocks, by kind of fact and id.
+    #: The number of violations found by comparing blocks, by kind of fact and id.
     crossed: Counter[tuple[str, int]]
     causes: Counter[Cause]
 
@@ -118,7 +118,7 @@ class _Summary:
         for number in ids:
             each = self.source.partitions[number]
             messages = facts.counts(tally.ROWS, [number])[""]
-            # Where damage is skipped, a frame header may promise rows that cannot be read.
+            # Where damage is skipped, the rows that a frame header counts and no block found are missing too.
             missing = sum(end - start for start, end in each.missing) + max(each.readable - messages, 0)
             partitions.append(
                 PartitionAudit(partition=each.name, messages=messages, first=each.first, end=each.end, missing=missing)

@@ -84,7 +84,7 @@ class ReadOptions:
             raise InvalidArgument(f"option {misplaced!r} does not apply to {place!r}; remove it")
         subjects = options.get("subject", "").strip()
         if not subjects:
-            raise InvalidArgument("option 'subject' is missing: a name, several with commas between, or a prefix and *")
+            raise InvalidArgument("option 'subject' is missing; give a name, names between commas, or a prefix and *")
         return cls(
             path=path,
             server=server,

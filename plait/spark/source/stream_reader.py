@@ -1,8 +1,8 @@
 """``spark.readStream.format("plait")``: messages as they arrive, with offsets that Spark keeps in its checkpoint.
 
 An offset has the next sequence of every partition, with the epoch of the message before it and the partition's number,
-as JSON with sorted names, since Spark compares offsets as text. In the first batch of a query, and of a partition, the
-starting offset does not say where the partition begins; the ending offset does (``from``).
+as JSON with sorted names, since Spark compares offsets as text. In the first batch that reads a partition, the ending
+offset also has the sequence where reading begins (``from``), as the starting offset may not have it.
 
 Promise: reading between two offsets always gives the same messages, or fails and names the lost messages. So a sink
 that Spark writes once for each batch has every message once, even if a process was killed in between. The reader acks
@@ -172,7 +172,7 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return read_task(partition.value, self.options, self.options.wanted, self.arrow_schema)
 
     def commit(self, end: Offset) -> None:
-        """Does nothing: a batch is done when it is in Spark's checkpoint, which is too late for an ack at brokers."""
+        """Does nothing: Spark's checkpoint records the progress, and brokers get no acks."""
 
     def stop(self) -> None:
         """Close the connections."""

@@ -1,4 +1,4 @@
-"""Rows in flight of an ordered group: ranges of its cursors, and individual rows where they matter.
+"""Rows in flight of an ordered group: ranges of its cursors, and single rows where ranges cover rows of other cursors.
 
 Rows are read as arrays, one frame at a time, and turned back into ranges.
 """
@@ -19,8 +19,8 @@ from plait.storage.held_rows import HeldRowArrays, HeldRows
 from plait.storage.logs.action_events import Nacked, Skipped
 from plait.storage.ranges import Range, Ranges, joined
 
-#: A join records all ranges of a cursor that are in flight, returned or waiting. Keys rejoin a cursor only if it has
-#: at most this many such ranges for each key that joins; otherwise they wait until more keys can join together.
+#: A join writes all ranges of a cursor that are in flight, returned or waiting to the action log. If there are more
+#: than this for each key that joins, the keys wait until more keys can join at once.
 REJOIN_PIECES = 256
 #: A cursor with more returned ranges than this is read row by row when its owner changes, to join the ranges.
 COMPACTED_MIN = 64
@@ -36,7 +36,7 @@ class InFlightRows(msgspec.Struct, eq=False):
     # --- row by row ------------------------------------------------------------------------------
 
     def look_up_held(self) -> None:
-        """Look up the single held rows of leaving cursors; drop the arrays of others, except those of one key."""
+        """Look up each held row of the leaving cursors. Other cursors, except those of one key, forget theirs."""
         for cursor in self._cursors:
             if cursor.key is None and not cursor.leaving:
                 cursor.held_rows = None
@@ -52,7 +52,7 @@ class InFlightRows(msgspec.Struct, eq=False):
         return HeldRows(known)
 
     def _rows_with_attempts(self, cursor: Cursor, ranges: Ranges) -> Iterator[tuple[HeldRowArrays, Sequences]]:
-        """A cursor's rows in and between ranges, ascending, each with the attempt of its range; -1: in no range."""
+        """A cursor's rows from range to range, ascending, each with the attempt of its range; -1: between ranges."""
         for start, end in spans_of([(piece.start, piece.end) for piece in ranges]):
             rows = RowTable(list(self._reader.rows(cursor, start, end))).rows
             yield rows, ranges.attempts_of(rows.sequences)
@@ -80,7 +80,7 @@ class InFlightRows(msgspec.Struct, eq=False):
         spans = spans_of([(piece.start, piece.end) for piece in cursor.returned])
         readable = sum(len(each) for start, end in spans for each, _ in self._reader.all_rows(start, end))
         if readable < sum(end - start for start, end in spans):
-            # Unreadable rows stay in their ranges: they are skipped, with an event, when their turn comes.
+            # Unreadable rows stay in their ranges: they are skipped, with an event, when they are due for delivery.
             return
         placed = self._rows_with_attempts(cursor, cursor.returned)
         cursor.returned = Ranges.of(np.concatenate([_alike(rows.sequences, each) for rows, each in placed], axis=1))
@@ -88,8 +88,8 @@ class InFlightRows(msgspec.Struct, eq=False):
     def rejoin(self, keys: list[Cursor]) -> list[Cursor]:
         """Join keys that have recovered into the cursor of their logical partition; returns the keys that did not join.
 
-        A key has recovered when all its rows are done and it has caught up. Other rows may be in flight. The ranges of
-        the parent cursor may cover rows of the key, which are done: they are taken out of these ranges.
+        A key has recovered when all its rows are done and it has caught up. Rows of other keys may be in flight. Where
+        ranges of the parent cursor cover rows of the key, those rows are removed from the ranges: they are done.
         """
         joining: dict[Cursor, list[Cursor]] = {}
         apart = []
@@ -101,8 +101,8 @@ class InFlightRows(msgspec.Struct, eq=False):
             else:
                 apart.append(key)
         for parent, caught_up in joining.items():
-            # After a crash a key may be ahead of its parent. Rows that the key passed become returned rows of the
-            # parent.
+            # After a crash a key may be ahead of its parent. The parent moves to the position of the key, and the rows
+            # between become returned rows of the parent.
             ahead = max(key.next for key in caught_up)
             joins = [key for key in caught_up if key.next == ahead]
             apart += [key for key in caught_up if key.next < ahead]
@@ -127,7 +127,7 @@ class InFlightRows(msgspec.Struct, eq=False):
         return apart
 
     def return_rows(self, holding: list[Cursor], clipped: list[tuple[int, int, int]]) -> None:
-        """Return the rows of (start, end, tag) ranges, which were not started. There may be one range for each row."""
+        """Return the rows of (start, end, tag) ranges, which the owner has not begun. Each row may be a range."""
         by_tag: dict[int, list[tuple[int, int, int]]] = {}
         for start, end, tag in clipped:
             by_tag.setdefault(tag, []).append((start, end, 1))
@@ -164,7 +164,7 @@ class InFlightRows(msgspec.Struct, eq=False):
     def _trim_held(self, cursor: Cursor) -> None:
         """Shrink each held range to the cursor's first and last row in it; remove ranges without a row.
 
-        Ranges are not joined: an ack does not reach from one range to the next.
+        Ranges are not joined: no ack covers the sequences between two ranges, so they would stay held.
         """
         for tag, held in list(cursor.held.items()):
             starts, ends, attempts = held.columns()

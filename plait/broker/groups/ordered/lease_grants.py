@@ -113,7 +113,7 @@ class LeaseGrants(msgspec.Struct, eq=False):
         for first, end, epoch, until in wanted:
             if not (0 <= first < end <= LOGICAL_PARTITIONS and epoch > 0 and 0 <= until < SEQUENCE_MAX):
                 raise InvalidArgument(
-                    f"[{first}, {end}) under epoch {epoch} up to {until} is not a run of logical partitions; use 0 <= "
+                    f"[{first}, {end}) under epoch {epoch} up to {until} is not a run of logical partitions; use 0 "
                     f"<= first < end <= {LOGICAL_PARTITIONS}, an epoch above 0 and a valid sequence"
                 )
             self._numbers.check("epoch", epoch)

@@ -4,7 +4,7 @@ A consumer owns a lock under the epoch of the meta server's allocation, and lowe
 a higher epoch does not take the lock from its owner: the lock is *leaving*. The broker notifies the owner and delivers
 no new rows of the LP to it. When the owner holds no more rows of the LP, or its lease ends, the lock is released.
 
-This module only decides. ``OrderedGroup`` records grants and releases as events.
+This module only decides. ``LockHandover`` records grants and releases as events.
 """
 
 from __future__ import annotations
