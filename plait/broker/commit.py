@@ -22,7 +22,7 @@ class Commit(msgspec.Struct, eq=False):
     since: float = 0.0
     #: Partition → the end of its appended rows.
     partitions: dict[Partition, int] = {}
-    #: Partition with suspended pulls or reads → its last frame, if that is small.
+    #: Partition with suspended pulls or reads → the last small frame that was appended to it.
     newest: dict[Partition, ReadBatch] = {}
     #: Callbacks of sends, each with its result.
     replies: list[tuple[SendCallback, int | None, PlaitError | None]] = []
