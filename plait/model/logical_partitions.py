@@ -52,6 +52,8 @@ LpSet = npt.NDArray[np.bool_]
 #: The key hash of a row without a key in a frame where other rows have keys: the hash of the empty text.
 NO_KEY_HASH: Final = np.uint64(xxh3_64_intdigest(b""))
 _MASK: Final = np.uint64(LOGICAL_PARTITIONS - 1)
+#: The lowest bits of a key hash: the LP.
+_LP_BITS: Final = np.uint64(LOGICAL_PARTITIONS.bit_length() - 1)
 #: Keyless rows that share an LP: 2 to this power.
 _BLOCK_BITS: Final = np.uint64(6)
 _MIX: Final = np.uint64(0x9E37_79B9_7F4A_7C15)
@@ -67,6 +69,18 @@ def lps_of_sequences(sequences: npt.NDArray[np.int64]) -> Lps:
     """The LPs of rows without a key."""
     mixed = (sequences.astype(np.uint64) >> _BLOCK_BITS) * _MIX
     return (mixed >> _TOP).astype(np.uint16)
+
+
+def without_lps(hashes: Hashes) -> Hashes:
+    """What the hash of a key is in every row: a row that moved after a refusal has another LP in its hash (R6)."""
+    return hashes >> _LP_BITS
+
+
+def restamp(hashes: Hashes, lps: Hashes) -> Hashes:
+    """Replace the LP in each hash by one of ``lps`` (R6). The upper bits, which distinguish keys, do not change."""
+    keys = without_lps(hashes)
+    stamped = keys << _LP_BITS | lps[(keys % np.uint64(len(lps))).astype(np.int64)]
+    return np.where(hashes == NO_KEY_HASH, hashes, stamped)
 
 
 def keyed_lps(hashes: Hashes | None) -> Lps:

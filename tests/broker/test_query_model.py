@@ -22,7 +22,7 @@ from plait.frame.builder import build_frame
 from plait.frame.columns import Column
 from plait.frame.view import frames_in
 from plait.model.filter_terms import FilterTerms
-from plait.model.logical_partitions import NO_KEY_HASH
+from plait.model.logical_partitions import NO_KEY_HASH, restamp
 from plait.model.settings import SubjectSettings
 from plait.storage.index import index_builder
 from plait.storage.index.index_file import DIRECTORY, DRAFT
@@ -58,6 +58,9 @@ class QueryModel:
             hashes = None
             if self.draw.random() < 0.8:
                 hashes = np.array([KEYS[key] if key else NO_KEY_HASH for key in keys], np.uint64)
+                if self.draw.random() < 0.2:
+                    # Another partition refused them.
+                    hashes = restamp(hashes, np.array([3, 700], np.uint64))
             parts = build_frame(
                 [b"x"] * count,
                 producer=producer.id,

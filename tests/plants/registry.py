@@ -75,6 +75,7 @@ PLANTS: list[Plant] = [
     Plant(lost_files.believe_marks_of_frames_alone, generators.OVERWRITTEN_FILES),
     Plant(lost_files.begin_where_the_first_file_does, generators.REMOVED_FILES),
     Plant(broker_defects.believe_equal_hashes, generators.QUERY_MODEL, (0, 1)),
+    Plant(broker_defects.compare_whole_hashes, generators.QUERY_MODEL, (0, 1)),
     Plant(broker_defects.believe_indexes_are_complete, generators.QUERY_MODEL, (0, 1)),
     # Ordered groups.
     Plant(broker_defects.skip_copies_behind_a_stale_start, generators.ORDERED_MODEL, (0,)),

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pytest
 
 from plait.client.send.open_rows import hash_keys
-from plait.client.send.row_columns import restamp
 from plait.errors import ArchiveError, DataDirError, InvalidArgument, SubjectNotFound
+from plait.model.logical_partitions import restamp
 from plait.spark.history import lookup as history_module
 from plait.spark.history import storage_order as ordering_module
 from plait.spark.history.lookup import History

@@ -23,6 +23,7 @@ from plait.frame.columns import SMALL_COUNT, Column
 from plait.frame.header import HEADER_SIZE, SEQUENCE_MAX, STAMP_OFFSET, TIME_MAX
 from plait.frame.slicing import slice_mask
 from plait.frame.view import FrameView
+from plait.model.logical_partitions import without_lps
 from plait.storage.index.index_builder import Indexed
 from plait.storage.index.index_part import UNIT, IndexPart, Positions
 from plait.storage.logs.consume_log import ConsumeLog
@@ -88,7 +89,7 @@ def _rows_of_key(frame: FrameView, key: bytes, key_hash: int) -> Mask | None:
     hashes = frame.key_hashes()
     if hashes is None or not frame.has(Column.KEY):
         return None
-    mask: Mask = hashes == np.uint64(key_hash)
+    mask: Mask = without_lps(hashes ^ np.uint64(key_hash)) == 0
     rows = np.flatnonzero(mask)
     if not len(rows):
         return None

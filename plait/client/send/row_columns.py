@@ -13,13 +13,10 @@ from plait.client.send.encoding import Dues
 from plait.frame.builder import FrameParts, build_frame
 from plait.frame.columns import Column
 from plait.frame.view import FrameView
-from plait.limits import LOGICAL_PARTITIONS
-from plait.model.logical_partitions import NO_KEY_HASH, Hashes
+from plait.model.logical_partitions import Hashes
 
 #: Numbers of rows.
 Rows = npt.NDArray[np.int64]
-
-_LP_BITS = np.uint64(LOGICAL_PARTITIONS.bit_length() - 1)
 
 
 class RowColumns(NamedTuple):
@@ -123,13 +120,6 @@ def _lengths(column: pa.Array) -> npt.NDArray[np.int64]:
     offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
     lengths: npt.NDArray[np.int64] = np.diff(offsets).astype(np.int64)
     return lengths
-
-
-def restamp(hashes: Hashes, lps: npt.NDArray[np.uint64]) -> Hashes:
-    """Replace the LP in each hash by one of ``lps`` (R6). The upper bits, which distinguish keys, do not change."""
-    keys = hashes >> _LP_BITS
-    stamped = keys << _LP_BITS | lps[(keys % np.uint64(len(lps))).astype(np.int64)]
-    return np.where(hashes == NO_KEY_HASH, hashes, stamped)
 
 
 def groups_of(targets: npt.NDArray[np.int64]) -> list[tuple[int, Rows | None]]:

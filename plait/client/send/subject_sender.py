@@ -27,12 +27,12 @@ from plait.client.send.partition_sender import PartitionSender
 from plait.client.send.partitioner import Partitioner, Pieces
 from plait.client.send.producer import Producer
 from plait.client.send.resend_window import PendingBatch, SentFrame
-from plait.client.send.row_columns import RowColumns, restamp
+from plait.client.send.row_columns import RowColumns
 from plait.client.types import PartitionName, Receipt
 from plait.errors import Closed, PlaitError, Timeout
 from plait.frame.view import FrameView
 from plait.model import names
-from plait.model.logical_partitions import Hashes
+from plait.model.logical_partitions import Hashes, restamp
 
 
 class SubjectSender:

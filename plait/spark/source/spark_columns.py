@@ -21,6 +21,7 @@ from plait.frame.header_block import HeaderBlock
 from plait.frame.run_tables import expand_runs
 from plait.frame.view import FrameView
 from plait.limits import KIB, LOGICAL_PARTITIONS, MIB
+from plait.model.logical_partitions import without_lps
 from plait.spark.archiving.array_views import viewed, viewed_schema
 from plait.spark.source import block_maps, header_columns
 from plait.spark.source.arrow_scalars import repeated
@@ -44,7 +45,6 @@ _TIME: Final = pa.timestamp("us", tz="UTC")
 _TEXTS: Final = pa.list_(pa.field("element", _TEXT))
 #: Two hexadecimal digits for each byte value.
 _HEX: Final = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), "<u2")
-_LP_BITS: Final = np.uint64(LOGICAL_PARTITIONS.bit_length() - 1)
 
 
 # --- columns ------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class Picker:
     """
 
     def __init__(self, wanted: WantedRows) -> None:
-        self._hashes = None if wanted.keys is None else hash_keys(wanted.keys, len(wanted.keys)) >> _LP_BITS
+        self._hashes = None if wanted.keys is None else without_lps(hash_keys(wanted.keys, len(wanted.keys)))
         self._ids = wanted.message_ids
 
     @classmethod
@@ -245,7 +245,7 @@ class Picker:
     def _rows_by_key(view: FrameView, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         if not view.has(Column.KEY_HASH):
             return np.zeros(view.count, bool)
-        values = view.values(Column.KEY_HASH) >> _LP_BITS
+        values = without_lps(view.values(Column.KEY_HASH))
         found = values == hashes[0] if len(hashes) == 1 else np.isin(values, hashes)
         return found if len(found) == view.count else np.full(view.count, bool(found.any()))
 
