@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +11,11 @@ from hypothesis import strategies as st
 from plait.client.consume.delivered import RangesByFrame
 from plait.client.consume.failure import EpochRange
 from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
-from plait.client.consume.outcomes import by_logical_partitions
+from plait.client.consume.outcomes import PendingOutcomes, by_logical_partitions
 from plait.client.consume.row_runs import RowMask, mask_runs
 from plait.client.types import PartitionName
+from plait.frame import FrameView
+from plait.frame.slicing import slice_mask
 from plait.model.logical_partitions import NO_KEY_HASH, lp_set
 from tests.frame.samples import Draft
 
@@ -78,3 +82,20 @@ def test_ranges_of_reported_rows_may_span_returned_rows(states: list[str]):
     assert len(ranges) <= len(before)
     if "open" not in states:
         assert len(ranges) == 1
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.randoms(use_true_random=False))
+def test_rows_that_were_acked_in_any_order_keep_their_acks_in_a_new_session(selected: list[bool], draw: random.Random):
+    selected[-1] = True
+    view = Draft([b"x"] * len(selected), base=100).view()
+    frame = OrderedDelivered(
+        FrameView(slice_mask(view, np.array(selected)).tobytes()), "s", PartitionName("s", "g"), None, [(100, 130, 1)]
+    )
+    frame.tag = 1
+    pending = PendingOutcomes()
+    acked = draw.sample(range(frame.count), draw.randrange(1, frame.count + 1))
+    for row in acked:
+        frame.put([(row, row + 1)], pending.acks)
+    pending.new_session()
+    sequences = [sequence for start, end, _ in pending.acks[None] for sequence in range(start, end)]
+    assert sorted(sequences) == sorted(frame.sequences[acked].tolist())

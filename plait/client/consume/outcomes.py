@@ -140,7 +140,8 @@ def _plain(found: RangesByFrame) -> list[EpochRange]:
     ranges: list[EpochRange] = []
     for frame, several in found.items():
         if isinstance(frame, OrderedDelivered):
-            ranges += frame.ranges([tuple(np.searchsorted(frame.sequences, each[:2]).tolist()) for each in several])
+            # As a mask: ``several`` is in the order of the outcomes, and runs of rows must ascend.
+            ranges += frame.ranges(mask_runs(frame.mask_in(several)))
         else:
             ranges += several
     return ranges

@@ -20,7 +20,7 @@ from plait.client.types import PartitionName
 from plait.clock import Clock
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
-from plait.model.logical_partitions import NO_KEY_HASH, Hashes, LpSet, lp_set, lps_of
+from plait.model.logical_partitions import NO_KEY_HASH, Hashes, LpSet, lp_set, lps_of, without_lps
 from plait.wire import messages as m
 
 if TYPE_CHECKING:
@@ -41,9 +41,6 @@ BATCHED: Final = 2
 BROKEN: Final = 4
 #: it has an outcome.
 DONE: Final = 8
-
-#: Keys are compared by the bits of their hash above those of the logical partition, which a producer may change.
-KEY_SHIFT: Final = np.uint64(LOGICAL_PARTITIONS.bit_length() - 1)
 
 
 class RenewedLease(NamedTuple):
@@ -166,7 +163,7 @@ class OrderedDelivered(DeliveredFrame):
         self.keys: Hashes | None = None
         self.keyed: RowMask | None = None
         if hashes is not None:
-            self.keys = hashes >> KEY_SHIFT
+            self.keys = without_lps(hashes)
             self.keyed = hashes != NO_KEY_HASH
         self.states: npt.NDArray[np.uint8] = np.zeros(self.count, np.uint8)
         #: The lock epoch under which each row was handed out, and the time.
