@@ -83,6 +83,31 @@ async def test_a_deleted_subject_leaves_and_is_not_created_again(client: plait.C
         assert await bodies(consumer, 1) == [("a.1", b"z")]
 
 
+@pytest.mark.parametrize("mode", [{}, {"ordered": True}])
+async def test_outcomes_of_messages_whose_subject_was_deleted_have_no_effect(
+    client: plait.Client, mode: dict[str, Any]
+) -> None:
+    await client.send_many("a.1", [b"x"] * 6)
+    await client.send("a.2", b"x")
+    async with client.consumer("a.*", group="g", **mode) as consumer:
+        held: list[plait.Batch] = []
+        async with asyncio.timeout(60):
+            while sum(map(len, held)) < 7:
+                held.append(await consumer.fetch(3))
+        await client.admin.delete_subject("a.1")
+        await until(lambda: consumer._fetcher.subjects == ["a.2"])  # type: ignore[union-attr]
+        await until(lambda: not consumer._fetcher._changing)  # type: ignore[union-attr]
+        for batch in held:
+            await batch[0].ack()
+            batch[-1].nack()
+            await batch.ack()
+        await consumer.flush()
+        await client.send("a.2", b"y")
+        assert await bodies(consumer, 1) == [("a.2", b"y")]
+    with pytest.raises(plait.Closed):
+        next(message for batch in held for message in batch if message.subject == "a.2").ack()
+
+
 async def test_a_busy_subject_does_not_starve_the_others(client: plait.Client) -> None:
     await client.send_many("a.busy", [b"x"] * 20_000)
     await client.send("a.quiet", b"y")

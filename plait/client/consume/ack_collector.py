@@ -256,7 +256,7 @@ class AckCollector:
     async def flush(self) -> None:
         """Wait until the broker has every ack and nack reported so far."""
         deliveries = self.deliveries
-        while True:
+        while not (deliveries.closed and deliveries.gone):
             if deliveries.inbox:
                 deliveries.absorb()
             if self._error is not None:

@@ -342,6 +342,9 @@ class Deliveries:
         self.attempts = 0
         self.loop: asyncio.AbstractEventLoop | None = None
         self.closed = False
+        #: True if the consumer continues without the partition, as its subject was deleted: outcomes that are reported
+        #: after the closing have no effect, instead of an error.
+        self.gone = False
         #: Outcomes reported by other threads: a frame, a row, and its failure; None: acked.
         self.inbox: deque[tuple[DeliveredFrame, int, FailureOutcome | None]] = deque()
         self._inbox_scheduled = False
@@ -372,6 +375,8 @@ class Deliveries:
     def collect_soon(self, delivered: DeliveredFrame, *, soon: bool = True) -> None:
         """Note that rows of the frame get outcomes. Without ``soon`` the caller has to flush. May raise ``Closed``."""
         if self.closed or self.loop is None:
+            if self.gone:
+                return
             self.check_open()
         self.unsent[delivered] = None
         if soon and not self.scheduled:
@@ -379,6 +384,8 @@ class Deliveries:
 
     def from_thread(self, delivered: DeliveredFrame, row: int, failed: FailureOutcome | None) -> None:
         """Report an outcome from any thread. It is queued; the loop is woken once for all queued outcomes."""
+        if self.closed and self.gone:
+            return
         loop = self.check_open()
         self.inbox.append((delivered, row, failed))
         if not self._inbox_scheduled:

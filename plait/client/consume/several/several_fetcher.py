@@ -183,6 +183,9 @@ class SeveralFetcher(Arrivals):
         part = self._parts.pop(name)
         part.halt()
         self.buffer.parts.remove(part.buffer)
+        for client in part.clients:
+            # A handler that still has messages of the subject cannot know that it was deleted.
+            client.deliveries.gone = True
         await part.send_outcomes()
         await part.leave()
         for client in part.clients:
