@@ -110,7 +110,7 @@ class Appender:
             if not frame.flags & FLAG_UNSEQUENCED:
                 verdict = self._producers.judge(frame.producer, partition.id, frame.first, frame.count, frame.previous)
                 if verdict is not _NEW:
-                    sequence, error = self._refuse(partition, frame, verdict)
+                    sequence, error = self._resend_or_refusal(partition, frame, verdict)
                     if submission.reply is not None:
                         commit.replies.append((submission.reply, sequence, error))
                     continue
@@ -204,9 +204,10 @@ class Appender:
             version=(partition.main or partition).row.route,
         )
 
-    def _refuse(
+    def _resend_or_refusal(
         self, partition: Partition, frame: FrameView, verdict: FrameVerdict
     ) -> tuple[int | None, PlaitError | None]:
+        """The reply to a frame that is not new: the sequence of the stored rows if it is a resend, else the error."""
         window = self._producers.window(frame.producer, partition.id)
         if verdict is FrameVerdict.DUPLICATE:
             run = self._producers.find(frame.producer, partition.id, frame.first, frame.count)

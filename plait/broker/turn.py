@@ -37,7 +37,7 @@ MESSAGE_DIRECTORY = "message"
 
 
 class ScheduleWork(Protocol):
-    """What a commit calls of the schedules."""
+    """What a commit calls of ``DueDelivery``."""
 
     ready: bool
     by_name: Mapping[str, object]
@@ -48,7 +48,7 @@ class ScheduleWork(Protocol):
 
 
 class StageWork(Protocol):
-    """What a commit and a sync call of the stages."""
+    """What a commit and a sync call of ``StagePublisher``."""
 
     ready: bool
 
@@ -61,7 +61,7 @@ class StageWork(Protocol):
 
 
 class TransactionWork(Protocol):
-    """What a commit calls of the transactions."""
+    """What a commit calls of ``HalfPublisher``."""
 
     ready: bool
 
@@ -71,9 +71,9 @@ class TransactionWork(Protocol):
 class Turn:
     """The logs of a broker, and the changes that the next commit writes to them."""
 
-    schedules: ScheduleWork
-    stages: StageWork
-    transactions: TransactionWork
+    due_delivery: ScheduleWork
+    stage_publisher: StageWork
+    half_publisher: TransactionWork
     bury: Bury
 
     def __init__(self, disk: Disk, clock: Clock, config: BrokerConfig, producers: ProducerTable) -> None:
@@ -226,7 +226,7 @@ class Turn:
             return
         try:
             self.commit()
-            if self.failed is not None or self.unsynced or self.stages.unsynced or self.schedules.by_name:
+            if self.failed is not None or self.unsynced or self.stage_publisher.unsynced or self.due_delivery.by_name:
                 self.on_work(None)
         except Exception as error:  # noqa: BLE001 (the host logs it)
             self.on_work(error)
@@ -238,12 +238,12 @@ class Turn:
         commit, now = Commit(self.clock.monotonic()), self.clock.now()
         if self.pending:
             self._append(now, commit)
-        if self.transactions.ready:
-            self.transactions.run(now, commit)
-        if self.schedules.ready:
-            self.schedules.run(now, commit)
-        if self.stages.ready:
-            self.stages.run(now, commit)
+        if self.half_publisher.ready:
+            self.half_publisher.run(now, commit)
+        if self.due_delivery.ready:
+            self.due_delivery.run(now, commit)
+        if self.stage_publisher.ready:
+            self.stage_publisher.run(now, commit)
         if self.failed is not None:
             return
         try:
@@ -256,14 +256,14 @@ class Turn:
             self.dirty = False
             if self._actions.size or self.action_log.pending:
                 self._write_actions(now)
-            if self.stages.ready or self.transactions.ready or self.pending:
+            if self.stage_publisher.ready or self.half_publisher.ready or self.pending:
                 # Publishing continues with the next commit. Requests for it during this one had no effect.
                 self.mark()
         except OSError as error:
             self.storage_failed(error)
             return
         if commit.delayed:
-            self.schedules.take_in(commit)
+            self.due_delivery.take_in(commit)
         if not self.stalled:
             # While stalled, the events are not in the log: their answers wait for the commit that writes them.
             commit.answers, self.answers = self.answers, []
@@ -340,7 +340,7 @@ class Turn:
     @property
     def sync_wanted(self) -> bool:
         """Whether a commit or a stage needs a sync."""
-        return bool(self.unsynced or self.stages.unsynced)
+        return bool(self.unsynced or self.stage_publisher.unsynced)
 
     def begin_sync(self) -> SyncWork:
         """Begin to sync everything written so far. The caller calls ``run`` in a thread, then ``end_sync``."""
@@ -364,8 +364,8 @@ class Turn:
                 self._answer(commit)
             for answer in commit.durable_answers:
                 answer()
-        if self.stages.unsynced:
-            self.stages.synced()
+        if self.stage_publisher.unsynced:
+            self.stage_publisher.synced()
 
 
 def write_messages(turn: Turn) -> None:

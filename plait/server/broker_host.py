@@ -171,7 +171,7 @@ class BrokerHost:
             self.fail(defect)
         elif turn.failed is not None:
             self.fail(turn.failed)
-        elif turn.unsynced or turn.stages.unsynced:
+        elif turn.unsynced or turn.stage_publisher.unsynced:
             self._syncs.begin()
         if defect is None and self.broker.schedules.by_name:
             self.arm_timer()

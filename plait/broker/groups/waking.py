@@ -91,7 +91,10 @@ class DueHeap(Generic[Item]):
 
 
 def wake(partition: Any, newest: Any, scans: Any) -> None:
-    """Answer the suspended pulls and reads of a partition whose last appended frame is ``newest``."""
+    """Answer the suspended pulls and reads of a partition, after new rows became visible.
+
+    ``newest``: the last small frame that the commit appended, which they get from memory; None: there is none.
+    """
     partition.newest = newest
     for group in list(partition.waiting):
         wake_group(group)
