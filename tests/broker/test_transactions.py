@@ -68,7 +68,7 @@ def test_a_decision_is_idempotent_and_cannot_be_changed(node: Node):
     decide(node, tx, commit=True)
     decide(node, other, commit=False)
     for _ in range(2):
-        with pytest.raises(TransactionDecided, match="0000000000000007 was committed before"):
+        with pytest.raises(TransactionDecided, match="7 was committed before, which is final; begin another one"):
             node.broker.transactions.decide(7, commit=False)
         with pytest.raises(TransactionDecided, match="was rolled back before") as caught:
             node.broker.transactions.decide(8, commit=True)
@@ -170,6 +170,9 @@ def test_other_frames_do_not_enter_a_half_partition(node: Node):
         sent = Sent("orders", parts.tobytes(), [b"x"])
         with pytest.raises(FrameError):
             node.broker.submit(half, sent.view, sent.answer)
+    other = Sent("orders", frames[2].tobytes(), [b"x"])
+    with pytest.raises(FrameError, match="belongs to producer group 'shop', and this frame names 'other'"):
+        node.broker.submit(half, other.view, other.answer)
     good = Sent("orders", frames[1].tobytes(), [b"x"])
     with pytest.raises(FrameError):
         node.broker.submit(node.partition("orders"), good.view, good.answer)

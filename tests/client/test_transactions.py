@@ -260,7 +260,7 @@ async def test_an_operator_lists_shows_and_decides(timed_broker: EmbeddedBroker,
     assert await bodies(timed, 1) == [b"a"]
     with pytest.raises(plait.TransactionDecided):
         await timed.admin.rollback_transaction(one.id)
-    with pytest.raises(plait.TransactionNotFound):
+    with pytest.raises(plait.TransactionNotFound, match="rolled back; list the undecided ones"):
         await timed.admin.transaction(two.id)
     with pytest.raises(plait.TransactionNotFound):
         await timed.admin.commit_transaction("00000000000000ab")

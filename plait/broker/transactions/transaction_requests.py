@@ -57,10 +57,11 @@ def show_transaction(broker: Broker, number: int) -> TransactionRow:
     transaction = broker.transactions.table.live.get(number)
     if transaction is None:
         name = name_of(number)
-        outcome = {True: "committed", False: "rolled back", None: "decided, or never stored"}
+        outcome = {True: "committed", False: "rolled back", None: "decided long ago, or no message of it is stored"}
         raise TransactionNotFound(
             f"transaction {name} does not wait for a decision: it was "
-            f"{outcome[broker.transactions.table.decided.get(number)]}",
+            f"{outcome[broker.transactions.table.decided.get(number)]}; "
+            "list the undecided ones with `plait transactions list`",
             transaction=name,
         )
     frames = broker.half_publisher.frames_of(transaction, HALF_MESSAGES_SHOWN_MAX, FRAME_SIZE_MAX)

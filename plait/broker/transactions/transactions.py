@@ -140,7 +140,10 @@ class Transactions:
         check_due(int(frame.values(Column.DELIVER_AT).max()), turn.clock.now())
         transaction = self._undecided(frame.producer)
         if transaction.producer_group != producer_group:
-            raise FrameError(f"transaction {frame.producer:016x} belongs to producer group {producer_group!r}")
+            raise FrameError(
+                f"transaction {frame.producer:016x} belongs to producer group {transaction.producer_group!r}, and this "
+                f"frame names {producer_group!r}; name the group that the transaction began with"
+            )
         part = transaction.parts.get(partition.id)
         last = part.last if part is not None else 0
         if frame.first + frame.count - 1 > last:
@@ -179,7 +182,9 @@ class Transactions:
             )
         outcome = "committed" if committed else "rolled back"
         return TransactionDecided(
-            f"transaction {name} was {outcome} before, which cannot be changed", transaction=name, outcome=outcome
+            f"transaction {name} was {outcome} before, which is final; begin another one to send more messages",
+            transaction=name,
+            outcome=outcome,
         )
 
     def _check_room(self, transaction: StoredTransaction, frame: FrameView) -> None:
