@@ -17,11 +17,11 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     flush_seconds: float = 0.5
     #: The name of the broker group: the part after ``@`` in a partition's printed name.
     group: str = "g1"
-    #: The first send or consumer creates a subject; otherwise only an explicit request does.
+    #: True: the first send to a subject, or its first consumer, creates it. False: only an explicit request does.
     auto_create: bool = True
     message_segment_size: int = 1 * GIB
     action_segment_size: int = 128 * MIB
-    #: Dead letters, and retries that outlive the retention of their subject.
+    #: Of the retained log: dead letters, and messages that a group needs after retention removed them.
     retained_segment_size: int = 64 * MIB
     #: A checkpoint is due after this time or this many bytes, whichever comes first.
     checkpoint_seconds: float = 60.0

@@ -1,4 +1,4 @@
-"""Routes: sent to clients, changed on request, and applied at the brokers order by order.
+"""The routes of subjects: views for clients, changes of the target, and the orders that make brokers follow a route.
 
 Broker orders are idempotent and carry their route version, so several meta servers may send the same order at once,
 late or twice (see ``plait/model/route.py``). The database records what each broker has carried out. Any meta server
@@ -33,7 +33,7 @@ class RouteView(msgspec.Struct, frozen=True):
     brokers: dict[str, tuple[list[str], State]]
     #: Group → (partition index, first, end, fence) of the LPs that it has finished there, as brokers reported.
     passed: dict[str, list[tuple[int, int, int, int]]] = {}
-    #: Indexes of the partitions that have a report.
+    #: Indexes of the partitions whose brokers have reported.
     reported: list[int] = []
 
 
@@ -63,7 +63,7 @@ class Drop(NamedTuple):
     #: A partition that was created again later knows a higher version and stays.
     version: int
     place: PartitionId
-    #: The change that removed it from the route.
+    #: The number of the database change that removed it from the route.
     change: int
 
 
@@ -115,7 +115,7 @@ class RouteChanges:
         return self._publish(route, routes.retarget(route, places))
 
     def _places(self, route: Route, count: int) -> list[PartitionId]:
-        """The target partitions, with some added on the least loaded broker groups or removed from the most loaded."""
+        """This number of target partitions: broker groups with the fewest get more, those with the most lose some."""
         check_count(count)
         places = [route.partitions[index] for index in sorted(set(routes.target(route).tolist()))]
         on = Counter(place.group for place in places)
@@ -192,7 +192,7 @@ class RouteChanges:
     def dropped(self, drop: Drop) -> None:
         """Record that the broker has dropped the partition."""
         row = self._core.mirror.partitions.get(drop.place)
-        # The partition may have been created and removed again since; ``changed`` tells.
+        # If the partition was created and removed again since, ``changed`` differs.
         if row is not None and row.state == "dropping" and row.changed == drop.change:
             with self._core.change() as change:
                 change.replace((row, msgspec.structs.replace(row, state="gone")))

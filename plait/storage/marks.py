@@ -21,7 +21,7 @@ _DURABLE_SIZE: Final = _DURABLE.size + 4
 
 
 def write_file(disk: Disk, path: str, data: bytes, *, sync: bool = True) -> None:
-    """Write a file, durably with ``sync``. An earlier file of the same size is overwritten in place."""
+    """Write a file, durably with ``sync``. An earlier file that is not larger is overwritten in place."""
     file = disk.open(path, create=True)
     try:
         if file.size > len(data):
@@ -34,7 +34,7 @@ def write_file(disk: Disk, path: str, data: bytes, *, sync: bool = True) -> None
 
 
 def replace_file(disk: Disk, path: str, data: bytes, *, draft: str = "") -> None:
-    """Write a file durably and atomically, under the name ``draft`` first, which is in the same directory."""
+    """Write a file durably and atomically: write ``draft``, a path in the same directory, then rename it."""
     draft = draft or f"{path}.new"
     write_file(disk, draft, data)
     disk.rename(draft, path)
@@ -50,11 +50,11 @@ def known_identity(disk: Disk) -> str | None:
         return None
     known = disk.read(IDENTITY)
     if not re.fullmatch(rb"[0-9a-f]{%d}" % (2 * _IDENTITY_SIZE), known):
-        # With a new name, the archiver would see another directory and archive its whole log again.
+        # With a new identity, the archiver would treat the directory as another one and archive its whole log again.
         raise DataDirError(
-            f"{IDENTITY} in the data directory is damaged. If the directory was archived, write its name to the file "
-            f"again ({2 * _IDENTITY_SIZE} hexadecimal digits; the archive's manifest lists it among its sources as "
-            "<group>-<name>). Otherwise remove the file; a new one is made"
+            f"{IDENTITY} in the data directory is damaged. If the directory was archived, write its identity to the "
+            f"file again ({2 * _IDENTITY_SIZE} hexadecimal digits; the archive's manifest has it among its sources, as "
+            "<group>-<identity>). Otherwise remove the file; a new one is made"
         )
     return known.decode()
 
@@ -130,8 +130,8 @@ def write_archived(disk: Disk, archived: ArchiveMark) -> ArchiveMark:
 class DurableMark(msgspec.Struct, frozen=True):
     """The start of a log and an offset up to which it is durable.
 
-    Without the mark, a log whose oldest files were deleted by mistake looks like one that retention shortened, and
-    bytes that were overwritten after the last checkpoint look like a torn tail. Retention writes the mark before it
+    Without the mark, a log whose oldest files were deleted by mistake looks like one that retention shortened. Damage
+    to bytes that were appended after the last checkpoint looks like a torn tail. Retention writes the mark before it
     removes files, and the server writes it once a second while the log grows. A mark is 20 bytes, overwritten in place
     within one sector, so it needs no space on a full disk. It is written after the sync that it records, so an old mark
     is still correct.
@@ -159,6 +159,6 @@ def read_mark(disk: Disk, directory: str) -> DurableMark | None:
 
 
 def write_mark(disk: Disk, directory: str, mark: DurableMark, *, sync: bool) -> None:
-    """Replace the mark. Without ``sync`` the previous mark may be back after a power loss."""
+    """Replace the mark. Without ``sync``, a power loss may restore the previous mark."""
     data = _DURABLE.pack(mark.start, mark.durable)
     write_file(disk, mark_path(directory), data + crc32c(data).to_bytes(4, "little"), sync=sync)

@@ -2,8 +2,8 @@
 
 A producer numbers its rows over all partitions. A frame names its predecessor *in its partition*, and only the exact
 successor of the last stored frame is new. The state is derived from the frames, and bounded: a producer is forgotten
-after a week of silence. When there are too many producers, or pairs of producers and partitions, unproven producers are
-forgotten first, then those that were silent the longest.
+after a week of silence. When there are too many producers, or pairs of producers and partitions, producers that have
+been sending for less than ``PRODUCER_PROVEN_SECONDS`` (*unproven*) are forgotten first, then the longest silent.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class ProducerTable:
         self._new: OrderedDict[int, int] = OrderedDict()
         #: The producers of each shard, so that encoding a shard does not visit all producers.
         self.shards: list[set[int]] = [set() for _ in range(SHARDS)]
-        #: For each shard the message-log offset up to which the checkpoint has applied frames.
+        #: For each shard, the message-log offset up to which its loaded checkpoint includes the frames.
         self.loaded_until = [0] * SHARDS
         #: Shards changed since the last checkpoint.
         self.dirty: set[int] = set()

@@ -34,7 +34,7 @@ log = logging.getLogger("plait.broker")
 
 Delivery = Literal["at_least_once", "at_most_once"]
 
-#: Partitions searched in one turn for consumers and groups to forget.
+#: Partitions whose consumers and groups one turn examines, to forget those that are idle.
 STEP_PARTITIONS = 1_000
 
 
@@ -43,7 +43,7 @@ class Attachments:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        # Consumers have the full time to attach again after a restart of the broker before they are lost.
+        # The time until a consumer without contact is lost begins again when the broker restarts.
         now = broker.clock.monotonic()
         self._last_session = 0
         self._online: set[AttachedConsumer] = set()
@@ -82,7 +82,7 @@ class Attachments:
     ) -> AttachedConsumer:
         """Attach ``client`` to the group, in a new session. Without a group name the group is a broadcast.
 
-        ``holds``: rows that the client still holds, of the partition with id ``holds_of`` (0: the current one).
+        ``holds``: rows that the client still holds. Ignored unless their partition ``holds_of`` is this one (0: it is).
         ``retry``: None leaves the group's policy unchanged.
         ``affinity``: an ordered group in which a failed row holds back nothing.
         ``token``: the secret of an ordered member. Without it the client cannot continue an earlier session of the same
@@ -117,7 +117,7 @@ class Attachments:
         return consumer
 
     def _consumer(self, group: Group, client: str, token: int, now: float) -> AttachedConsumer:
-        """The consumer that a client continues, or a new one; ``GroupBusy`` while another process has the client id."""
+        """The known consumer of a client id, or a new one; ``GroupBusy`` while another process has the client id."""
         limits = self._broker.limits
         consumer = group.consumers.get(client)
         if consumer is not None and not consumer.proved_by(token):
@@ -150,9 +150,9 @@ class Attachments:
     def _displace(self, consumer: AttachedConsumer, now: float) -> AttachedConsumer | None:
         """Free the client id of a known consumer for a client that does not have its session token.
 
-        Returns the consumer that the client continues, or None when the client needs a new consumer. The known consumer
-        may still handle the LPs that it has locked, until its lease ends (R28). So it keeps the locks under another
-        client id, and the new consumer waits for them.
+        Returns the known consumer if the client may become it, or None if the client needs a new one. The known one may
+        still handle the LPs that it has locked, until its lease ends (R28). So it keeps the locks under another client
+        id, and the new consumer waits for them.
         """
         group = consumer.group
         if not isinstance(group, OrderedGroup) or not group.locks.had_by(consumer.id):
@@ -181,7 +181,7 @@ class Attachments:
         wake_group(group)
 
     def _forget(self, consumer: AttachedConsumer) -> None:
-        """Remove a consumer that holds nothing, because each segment header of the action log lists all consumers."""
+        """Remove a consumer that holds nothing, to keep it out of later segment headers of the action log."""
         consumer.group.remove(consumer)
         self._broker.turn.event(consumer.group, ForgotConsumer(consumer.id))
 

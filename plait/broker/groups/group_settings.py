@@ -23,7 +23,7 @@ class GroupFilter(NamedTuple):
     """The filter that a member of a group asks for, or that an operator sets."""
 
     terms: FilterTerms | None
-    #: False if the member states no filter: ``terms`` is the newest one that it knows.
+    #: False if the member states no filter: ``terms`` is then the newest filter of the group that it knows.
     stated: bool = False
     #: The version of the newest filter that the member knows.
     version: int = 0
@@ -71,7 +71,7 @@ def group_for(
         raise _mismatch(group, sharing, other, sharing, other)
     if wanted.version > has.filter_version or (has.broadcast and wanted.terms != has.filter):
         # The filter was changed while this partition could not be reached, or before the partition was added to the
-        # route. A broadcast group has no other member.
+        # route. The only member of a broadcast group may change its filter at any time.
         _set_filter(broker, group, wanted.terms, max(wanted.version, has.filter_version))
     elif wanted.stated and wanted.terms != has.filter:
         own, other = _described(has.filter), _described(wanted.terms)
@@ -155,7 +155,7 @@ def set_group_filter(broker: Broker, group: Group, wanted: GroupFilter) -> Group
     if wanted.version < has.filter_version or (wanted.version == has.filter_version and wanted.terms != has.filter):
         raise GroupMismatch(
             f"the filter of group {group.name!r} of {group.partition.row.subject!r} was changed at the same time; "
-            "look at it and try again",
+            "read it again and repeat the change",
             subject=group.partition.row.subject,
             group=group.name,
             has=_described(has.filter),

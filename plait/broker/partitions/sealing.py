@@ -1,12 +1,12 @@
-"""Opens and seals logical partitions and drops partitions, as the meta server orders (R5); reports the finished (R26).
+"""Opens and seals logical partitions and drops partitions, as the meta server orders (R5).
 
 Openings and seals are catalog rows in the message log, in order with the rows that the partition accepts. So a crash
 does not move a fence. The broker replies when the seal is durable: after the reply, another partition accepts rows of
 these logical partitions.
 
-The broker reports to the meta servers which sealed logical partitions each group has finished, and they store it. A
-consumer then need not ask a broker that has no rows for its group, and a partition without rows leaves the route. The
-meta servers also remember which groups the partition had.
+The broker also reports to the meta servers which sealed logical partitions each group has finished (R26), and they
+store it. A consumer then need not ask a broker that has no rows for its group, and a partition without rows leaves the
+route. The meta servers also remember which groups the partition had.
 """
 
 from __future__ import annotations
@@ -150,10 +150,11 @@ def _with(row: PartitionRow, accepts: LpSet, fences: list[Fence], version: int, 
 
 
 def _reopened(partition: Partition, lps: LpSet, version: int) -> list[Reopened]:
-    """Where LPs were reopened, with those that open now.
+    """The sequences at which LPs were reopened, including ``lps``, which open now.
 
     If there are more than ``REOPENED_MAX`` positions, the oldest are merged: each LP keeps the lowest of its merged
-    positions. So an old route never covers more rows than before.
+    positions. A route that is older than a reopening covers only rows below its position, so a merge never lets it
+    cover more.
     """
     entries = [*partition.row.reopened, *((first, end, partition.next, version) for first, end in runs_of(lps))]
     places = sorted({sequence for _, _, sequence, _ in entries})
@@ -193,7 +194,7 @@ def passed(partition: Partition) -> dict[str, list[Fence]]:
 
 
 def began(partition: Partition) -> dict[str, int]:
-    """Group → the version of the route at which it began, with broadcasts.
+    """Group → the version of the route at which it began, including broadcasts.
 
     If there are too many groups, only the newest are included, and broadcasts only if there is room left.
     """
@@ -219,8 +220,8 @@ def gone_below(broker: Broker, partition: Partition) -> int:
 
     The meta server removes the spans below it from the route, and drops a partition that has no span left.
 
-    -1: remove no span. This is also the result while a partition that accepts no rows still has rows, stages, delayed
-    messages or dead letters. 0: the partition accepts no rows and never had one.
+    -1: remove no span. This is also the result while a partition that accepts no rows holds anything (``_holds``).
+    0: the partition accepts no rows and never had one.
     """
     fences, accepts = partition.fences, partition.accepts
     if fences is None or accepts is None or (not accepts.any() and _holds(broker, partition)):
@@ -232,8 +233,8 @@ def gone_below(broker: Broker, partition: Partition) -> int:
 def _retained_from(partition: Partition) -> int:
     """The first row that an ordered group has not finished, even if retention removed it; else the next row.
 
-    A failed message is retained, and rows of its key in other partitions wait for it. They would not wait if the route
-    omitted that the key was here before, and no consumer would ask here for a dead letter that is resent.
+    A failed message is retained, and rows of its key in other partitions wait for it. If the span of
+    this partition left the route, those rows would not wait, and no consumer would pull a dead letter that is resent.
     """
     first = partition.next
     for group in partition.groups.values():
@@ -249,7 +250,7 @@ def _retained_from(partition: Partition) -> int:
 
 
 def _holds(broker: Broker, partition: Partition) -> bool:
-    """Whether it has rows, delayed messages, forwards to other partitions, retained rows, dead letters or stages."""
+    """Whether it has rows, delayed messages, forwards, retained rows, dead letters, stages or half messages."""
     name = partition.row.name
     schedule = broker.schedules.by_name.get(name)
     return (

@@ -1,7 +1,7 @@
-"""``Search``: the rows of a partition that a query wants, a bounded part of the log in one call.
+"""``Search``: finds the rows of a partition that match a query, a bounded part of the log in each call.
 
-Where a segment is indexed, only frames are read that may have the key or the message; elsewhere all frames of the
-partition are read, of which a look for a key reads only the column of key hashes.
+Of an indexed segment it reads only the frames that the index names for the key or the message id. Of other segments it
+reads all frames of the partition; a query for a key reads first only the key hashes of a frame.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from plait.storage.logs.log import Log
 from plait.storage.logs.segment import Segment
 
 Mask = npt.NDArray[np.bool_]
-#: Positions that one look-up in a part of an index returns.
+#: Positions that one look-up in a part of an index returns at most.
 LOOKUP_MAX: Final = 4096
-#: Comparing a key hash costs much less than evaluating a condition.
+#: Without a filter, so many rows count as one in the budget: comparing a key hash costs much less than a filter.
 HASHES_PER_ROW: Final = 16
 #: Records of a consume log that are searched at a time.
 RECORDS: Final = 4096
 
 
 class QueryTerms(msgspec.Struct, frozen=True):
-    """What a message must be like. Only messages stored in [since, until) are wanted, in microseconds."""
+    """The conditions of a query. Only messages stored in [since, until) match, in microseconds since 1970."""
 
     #: The key and its hash.
     key: tuple[bytes, int] | None = None
@@ -103,17 +103,17 @@ def _rows_of_key(frame: FrameView, key: bytes, key_hash: int) -> Mask | None:
 
 
 class QueryBatch(msgspec.Struct, eq=False):
-    """The rows that one call found, and how far it came."""
+    """The rows that one call found, and where the next call continues."""
 
-    #: The search continues here.
+    #: The sequence at which the next call continues.
     next: int
-    #: The search ends here.
+    #: The sequence at which the search ends.
     end: int
     parts: list[Buffer] = []
     count: int = 0
     size: int = 0
     inflated: int = 0
-    #: What was examined.
+    #: Rows and bytes that were examined.
     rows: int = 0
     bytes: int = 0
 
@@ -123,7 +123,7 @@ class QueryBatch(msgspec.Struct, eq=False):
 
 
 def span(partition: Partition, since: int, until: int) -> tuple[int, int]:
-    """The visible sequences [start, end) outside of which no row was stored in [since, until)."""
+    """A range of visible sequences that covers all rows stored in [since, until)."""
     start = partition.sequence_at_time(since) if since > 0 else partition.start
     return start, min(_end_before(partition.consume_log, until), partition.visible)
 
@@ -145,7 +145,7 @@ def _end_before(log: ConsumeLog, time: int) -> int:
 
 
 class Search:
-    """One call: looks until it has found enough, or the budget of the turn has no room."""
+    """One call: examines rows until it has found enough, or until the budget of the turn is used up."""
 
     def __init__(
         self, partition: Partition, log: Log, index: MessageIndex, terms: QueryTerms, budget: ScanBudget
@@ -158,7 +158,7 @@ class Search:
         self._full = False
 
     def run(self, start: int, end: int, count: int, size: int) -> QueryBatch:
-        """Examine rows from sequence ``start`` to before ``end``; return at most ``count`` and about ``size`` bytes."""
+        """Examine rows from sequence ``start`` to before ``end``; return at most ``count``, of about ``size`` bytes."""
         partition, log = self._partition, self._log
         partition.expire_deleted(log)
         end = min(end, partition.visible)
@@ -208,7 +208,7 @@ class Search:
                 batch.next = last
             elif not self._examine(frame, first, last, verified=verified):
                 return
-        # The rows up to here are gone: they were expired or lost meanwhile.
+        # Remaining rows before ``stop`` have no frame: they were expired or lost meanwhile.
         batch.next = max(batch.next, stop)
 
     # --- with an index --------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from plait.storage.catalog import HALF, SCHEDULE
 DELIVER_MAX: Final = 8_192
 #: Time between two turns that deliver, so that rows that are due together are delivered together.
 TURN_SECONDS: Final = 0.004
-#: Time until the next attempt, after a delivery found no space on the disk.
+#: Time until the next attempt, after the broker could not append due rows (full disk, flow control, read-only).
 RETRY_SECONDS: Final = 1.0
 #: The clock of a sender may be ahead of the broker's clock by this.
 AHEAD_SECONDS: Final = 60.0
@@ -42,7 +42,7 @@ def check_delayed(partition: Partition, frame: FrameView, now: int) -> None:
     """Refuse a received frame with a deliver-at column in the wrong partition, or with an impossible due time."""
     delayed = frame.has(Column.DELIVER_AT)
     if partition.row.kind == HALF:
-        raise FrameError("half messages have a note that names their producer group")
+        raise FrameError("a frame of half messages needs a note column that names its producer group")
     if partition.row.kind != SCHEDULE:
         if delayed:
             raise FrameError("a frame with due times belongs in the subject's schedule partition; send it there")
@@ -144,13 +144,13 @@ class DueDelivery:
             edges = np.flatnonzero(np.diff(partitions[order], prepend=-1, append=-1))
             subjects = [order[start:stop] for start, stop in pairwise(edges.tolist())]
             room = DELIVER_SIZE_MAX
-            # The subject with the earliest due row is first; without room for more, the next turn starts with another.
+            # The subject with the earliest due row is first. Rows that do not fit in the room stay in the window.
             for mine in sorted(subjects, key=lambda mine: int(mine[0])):
                 schedule = self._schedules.by_partition[int(partitions[mine[0]])]
                 if not schedule.postponed:
                     room -= self._deliver(schedule, rows, mine, now, commit, kept, room)
                 if schedule.postponed:
-                    # They enter the window again when the route is known.
+                    # These rows leave the window, and enter it again when the route is known.
                     kept[mine] = False
                 if room <= 0:
                     break
@@ -168,9 +168,10 @@ class DueDelivery:
         kept: npt.NDArray[np.bool_],
         room: int,
     ) -> int:
-        """Deliver the rows of one partition that fit in ``room``, and clear their bits in ``kept``. Returns their size.
+        """Deliver the rows of one partition that fit in ``room``, and clear their bits in ``kept``.
 
-        Each row follows the current route (R20): to this partition, or to a forward partition for another one.
+        Returns their size, or ``room`` if the next row does not fit. Each row follows the current route (R20): to this
+        partition, or to a forward partition for another one.
         """
         name = schedule.partition.row.name
         target = self._catalog.subjects.get(name)
@@ -218,7 +219,7 @@ class DueDelivery:
         *,
         in_turn: bool = True,
     ) -> None:
-        """Append rows to a partition in frames that settle them."""
+        """Append rows to a partition, and settle them: the frames name their numbers, so replay settles them too."""
         turn, log = self._turn, self._turn.message_log
         chosen = rows[mine]
         for start, stop, frame in self._due_rows.frames(gathered, chosen, target):

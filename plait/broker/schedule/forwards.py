@@ -2,7 +2,7 @@
 
 A row that becomes due after its LP has moved must not enter the partition that scheduled it, because consumers do not
 read rows of the LP from the fence on. The row is appended to a *forward partition* instead; there is one for each
-target partition. The same frame settles the row's number in the schedule, so a crash cannot separate the two. The
+target partition. The same frame names the row's number and so settles it in the schedule: it is one write. The
 server then sends the frames, unchanged and in order, to the partition that the route leads to. The header of a frame
 has the producer of the forward partition and numbers its rows, so the other broker stores each frame once, however
 often it is sent.
@@ -11,7 +11,8 @@ If the route has changed and the other broker is known not to have stored a fram
 copied unchanged back into the schedule. The header of a copy names the rows of the forward partition that it takes
 back, so this is again one write. The rows are due at once and follow the newer route. A forward partition from which
 frames were taken back gets no more rows and is deleted, because the other broker would wait for the missing frames.
-After a crash in between, the other broker refuses the later frames because of the gap, and they are taken back too.
+If this broker crashes before it has taken all of them back, it sends the rest again. The other broker refuses them
+because of the gap, and they are taken back too.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from plait.storage.logs.consume_log import stored_frame
 #: forgets its producer (``ServerLimits.producer_seconds``).
 IDLE_SECONDS: Final = 86_400.0
 
-#: The catalog records the progress of the other broker after this many frames: well fewer than the resent frames that
-#: the other broker recognizes (``ServerLimits.producer_window_frames``).
+#: The catalog records the progress of the other broker after this many frames. The other broker recognizes more resent
+#: frames than this (``ServerLimits.producer_window_frames``).
 NOTE_FRAMES: Final = 16
 
 #: Bytes that one turn takes back: the loop serves other requests too.
@@ -93,7 +94,7 @@ class Forwards:
         self.on_work: Callable[[], None] = lambda: None
         catalog.kinds[FORWARD] = self
 
-    # --- which there are ------------------------------------------------------------------------
+    # --- adding and removing --------------------------------------------------------------------
 
     def add(self, partition: Partition) -> None:
         forward = _forward(partition)
@@ -238,7 +239,7 @@ class Forwards:
     def take_back(self, partition: Partition) -> bool:
         """Take back rows that the other broker does not have: they are due at once and follow the newer route.
 
-        One call takes back the rows of one turn. Returns False when there are more: call it again.
+        One call takes back about ``TAKE_BACK_SIZE_MAX`` bytes. Returns False when there are more: call it again.
         """
         turn = self._turn
         if partition.id not in self._all:

@@ -1,7 +1,7 @@
 """Finds the delayed rows that are due next, over all buckets and all unbucketed rows.
 
-Only rows that are due soon are sorted (``DueWindow``). For all others, only the next due time of each run of a bucket
-and of each subject's unbucketed rows is known: they cost nothing until they are nearly due.
+Only rows that are due soon are sorted (``DueWindow``). For the others, only the earliest due time of each run of a
+bucket and of each schedule's unbucketed rows is kept, so they cost nothing until they are nearly due.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def soon_rows(due: Any, number: Any, partition: int, bucket: int = IN_LOG, run: 
 
 
 class DueWindow:
-    """Rows that are due before ``end``, and possibly some that are due exactly then."""
+    """Rows that are due before ``end``, and possibly some that are due exactly at ``end``."""
 
     def __init__(self) -> None:
         self._rows: SoonRows = np.empty(0, SOON)
@@ -199,7 +199,7 @@ class Upcoming:
             self._clean_at = 2 * len(self._expected) + STALE_MAX
 
     def expect_from(self, schedule: Schedule, start: int) -> None:
-        """Recompute the next due time: unbucketed rows due before ``start`` are in the window, later ones are not."""
+        """Recompute the next due time of unbucketed rows outside the window: those due at ``start`` or later."""
         values = schedule.unbucketed.due.values
         later = values[(values >= start) & (values != NEVER)]
         schedule.unbucketed.next_due = NEVER
@@ -230,7 +230,7 @@ class Upcoming:
             self.window.end = start
         else:
             if count < LOAD_MAX // 4:
-                # ``end`` stays near ``now``, so only a window that is behind takes longer steps.
+                # ``end`` is at most ``now + WINDOW_MICROS``, so only a window that is behind takes longer steps.
                 self._step = min(2 * self._step, STEP_MAX)
             self._load_runs(end)
             self._load_unbucketed(end)

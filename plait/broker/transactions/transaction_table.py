@@ -1,7 +1,7 @@
 """The transactions of a broker: the undecided ones with the places of their half messages, and the newest outcomes.
 
-This is derived state. Half messages in the message log and events in the action log change it, by the same methods when
-they happen and during replay. A checkpoint has all of it.
+This is derived state. Half messages in the message log and events in the action log change it, and replay calls the
+same methods. A checkpoint has all of it except transactions without rows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class StoredTransaction:
         self.checks = 0
         #: When a producer is asked next, on the monotonic clock; 0: not at all.
         self.check_at = 0.0
-        #: The rows that were stored, and the bytes of their frames.
+        #: How many rows were stored, and the bytes of their frames.
         self.rows = 0
         self.size = 0
         #: Half partition → the rows there that are not published.
@@ -108,7 +108,7 @@ class TransactionTable:
         self.live: dict[int, StoredTransaction] = {}
         #: Decided transaction → True: committed; False: rolled back. The oldest is forgotten first.
         self.decided: dict[int, bool] = {}
-        #: Over all live transactions.
+        #: How many rows of all live transactions are not published, and the bytes of their frames.
         self.rows = self.size = 0
         #: True if the table has changed since it was last copied for a checkpoint.
         self.dirty = False
@@ -123,7 +123,7 @@ class TransactionTable:
         return transaction
 
     def stored(self, transaction: StoredTransaction, partition: int, frame: HalfFrame) -> None:
-        """Add a frame of half messages. A frame that is known has moved to another place in the log."""
+        """Add a frame of half messages, or note the new place of a known frame that was moved in the log."""
         self.dirty = True
         part = transaction.parts.get(partition)
         if part is None:

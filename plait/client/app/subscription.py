@@ -31,8 +31,8 @@ log = logging.getLogger("plait.app")
 #: Wraps each call of a handler; gets its messages, and a function that calls the next hook or the handler.
 HandleHook = Callable[[list[Message], Callable[[], Awaitable[None]]], Awaitable[None]]
 
-#: Raised in a task from outside: control-C where the loop does not handle it, and the end of the interpreter. Any other
-#: exception of a decoder or a handler is a failure of its message only.
+#: Exceptions that Python raises in a task, not the handler: on control-C where the loop does not handle it, and at the
+#: end of the interpreter. Any other exception of a decoder or a handler is a failure of its message only.
 _NOT_THE_HANDLERS = (KeyboardInterrupt, GeneratorExit)
 
 #: The timeout of one ``fetch`` for a batch; the next one follows at once.
@@ -92,7 +92,7 @@ class SubscriberSettings(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float | None
     #: Seconds for which any failure suspends the handler; None: only ``Suspend`` suspends it.
     suspend: float | None
-    #: A body that does not decode becomes a dead letter at once ("reject"), or is retried as any failure ("retry").
+    #: A body that does not decode becomes a dead letter at once ("reject"), or is retried like a failure ("retry").
     undecodable: Literal["reject", "retry"]
 
 
@@ -221,7 +221,7 @@ class Subscription:
     def _refuse(self, message: Message, error: BaseException) -> BaseException:
         """Fail a message whose body cannot be decoded; the handler is not called."""
         if isinstance(error, CodecError) and self.settings.undecodable == "reject":
-            # It would not decode the next time either.
+            # Decoding would fail the next time too.
             log.error("%s cannot take %s: %s", self.handler.name, self._fate([message], rejected=True), error)
             failed = FailureOutcome(None, reason_of(error, self.handler.name), reject=True)
         elif isinstance(error, CodecError):
@@ -244,7 +244,7 @@ class Subscription:
         deliveries, attempt = messages[0]._delivered.deliveries, max(message.attempt for message in messages)
         most = f" of {deliveries.attempts}" if deliveries is not None and deliveries.attempts else ""
         shown = f"{place} (attempt {attempt}{most})"
-        # From attempt ``reasons_from`` on the broker decides; ``AckCollector`` logs new dead letters.
+        # From attempt ``reasons_from`` on the broker decides; ``PendingOutcomes`` logs new dead letters.
         return (
             f"{shown}, which is tried again" if deliveries is not None and attempt < deliveries.reasons_from else shown
         )
@@ -260,7 +260,7 @@ class Subscription:
             if isinstance(failure, RetryLater):
                 return FailureOutcome(failure.seconds, reason_of(failure, name))
         except Exception:
-            log.exception("%s raised a %s without its attributes; call its __init__", name, type(failure).__qualname__)
+            log.exception("%s raised a %s whose __init__ did not run; call it", name, type(failure).__qualname__)
         return FailureOutcome(None, reason_of(failure, name))
 
     async def _invoke(self, call: Call, pool: Executor) -> None:
@@ -317,7 +317,7 @@ class Subscription:
         finally:
             call.awaited = False
         if self._one_at_a_time:
-            # Once the broker has the failure it may deliver this message or the next one of its key, to any consumer.
+            # Once the failure is reported, the broker may deliver the message, or the next of its key, to any consumer.
             await call.ended()
         if isinstance(failure, RetryLater | Suspend):
             log.info("%s: %s, %s", self.handler.name, _place(messages), failure)

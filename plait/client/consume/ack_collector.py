@@ -51,9 +51,9 @@ class AckCollector:
         self._in_flight: PendingOutcomes | None = None
         #: Called after the broker has stored outcomes.
         self.on_stored: Callable[[], None] | None = None
-        #: Sends the outcomes that ``_start`` does not send.
+        #: The task that sends what ``_start`` cannot send as one request.
         self._task: asyncio.Task[None] | None = None
-        #: Callers of ``flush`` that wait for the answer to an ack of ``_start``.
+        #: Callers of ``flush`` that wait for the reply to a request that ``_start`` sent.
         self._waiting: list[asyncio.Future[None]] = []
         self._error: PlaitError | None = None
 
@@ -293,12 +293,12 @@ class AckCollector:
     # --- the spool ------------------------------------------------------------------------------
 
     async def _save(self) -> None:
-        """Write the pending outcomes to the spool, if any. Outcomes that arrive meanwhile need another write."""
+        """Write the pending outcomes to the spool, if there is one. Outcomes reported meanwhile need another write."""
         if self._spool is not None:
             await self._spool.save(self.partition, *self.pending.plain())
 
     async def _save_and_recheck(self) -> bool:
-        """``_save``; returns True if there are outcomes to send or to save by now."""
+        """Save to the spool, if there is one. True: newer outcomes were reported, or some can be sent by now."""
         if self._spool is None:
             return False
         await self._save()

@@ -221,7 +221,7 @@ class Fetcher(Arrivals):
         self.leave_retired()
 
     def leave_retired(self) -> None:
-        """Leave the retired partitions that have no row which the user holds."""
+        """Leave the retired partitions of which the user holds no row."""
         for client in [c for c in self.clients if c.retiring and not c.deliveries.open]:
             self.clients.remove(client)
             self.prefetch.remove(client)
@@ -236,7 +236,7 @@ class Fetcher(Arrivals):
         await client.leave()
 
     async def refresh_route(self) -> None:
-        """Refresh the route, as a broker does not have a partition that it names. Fails if the subject is deleted."""
+        """Refresh the route: a broker lacks a partition that the route names. Fails if the subject is deleted."""
         try:
             await self.router.refresh(self.subject, create=self.terms.creates)
         except SubjectNotFound as error:
@@ -263,7 +263,7 @@ class Fetcher(Arrivals):
     # --- pulling --------------------------------------------------------------------------------
 
     def has_more(self, client: PullClient) -> None:
-        """``client.session`` or ``client.more`` has changed."""
+        """Update ``more`` after ``client.session`` or ``client.more`` has changed."""
         if client.more and client.session is not None:
             self.more[client] = None
         else:
@@ -308,7 +308,7 @@ class Fetcher(Arrivals):
             client.pull()
 
     def relieve_soon(self) -> None:
-        """Let starved partitions pull, longest wait first, until the limits are reached."""
+        """Let partitions that wait for the prefetch limits pull, the longest waiting first, while there is room."""
         if not self._relieving:
             assert self.loop is not None
             self._relieving = True
@@ -344,7 +344,7 @@ class Fetcher(Arrivals):
     # --- rows -----------------------------------------------------------------------------------
 
     def hand_back(self) -> None:
-        """Return the rows of all partitions that no handler has begun to their brokers."""
+        """Return to their brokers the rows of all partitions that no handler has begun."""
         if self.tracks and not any(client.deliveries.closed for client in self.clients):
             handed_over = [piece for client in self.clients for piece in self.handed_over.take_back(client.partition)]
             for delivered, start, stop in [*handed_over, *self.buffer.take_back()]:
@@ -355,7 +355,7 @@ class Fetcher(Arrivals):
         return [*self.handed_over.take_back(client.partition), *self.buffer.take_back(client.partition)]
 
     def put_back_handed_over(self) -> None:
-        """Rows taken for blocking callers stay reserved for them, although they have not asked for them."""
+        """Do nothing: rows taken for a blocking caller stay its own, as no lock on them can be lost."""
 
     def halt(self) -> None:
         """Pull and hand out nothing from now on."""

@@ -169,7 +169,7 @@ class ResendWindow:
         self._last = (0, 0)
         #: ...and of the last one that the broker is known to have stored.
         self._confirmed = (0, 0)
-        #: The error of a broker that no longer knows the producer.
+        #: The error of the broker, if it no longer knows the producer.
         self._forgotten: UnknownProducer | None = None
 
     @property
@@ -189,11 +189,11 @@ class ResendWindow:
 
     @property
     def full(self) -> bool:
-        """True if callers that can wait for room should wait."""
+        """True if ``wait_for_room`` waits."""
         return len(self.frames) >= self._producer.limits.in_flight_frames
 
     async def wait_for_room(self) -> None:
-        """Wait until fewer frames are here."""
+        """Wait until the window is not full, or the producer is closed."""
         while self.full and self._producer.closed is None:
             future: asyncio.Future[None] = self._producer.loop.create_future()
             self.waiting.append(future)
@@ -252,7 +252,8 @@ class ResendWindow:
             self.wake()
 
     def expire(self, now: float, timeout: Callable[[], PlaitError]) -> bool:
-        """Fail the frames without a reply in time: with ``timeout``, or as the broker refused them. False: none."""
+        """Fail frames after their deadline, with ``timeout`` if they may be stored or were never refused, else with the
+        refusal. Returns whether there were any."""
         expired = [frame for frame in self.frames if frame.deadline <= now]
         for frame in expired:
             unknown = frame.doubt or frame.state is UNDER_WAY
@@ -270,7 +271,7 @@ class ResendWindow:
             self.settle(frame, None, error)
 
     def take_back(self) -> list[SentFrame]:
-        """Remove all frames, none of which is stored, and return them in order."""
+        """Remove all frames and return them in order. The next frame follows the last stored row."""
         frames, self.frames = self.frames, deque()
         self._last = self._confirmed
         self.broken = False
@@ -328,7 +329,7 @@ class ResendWindow:
             self.fail(frame, error)
 
     def replaced(self) -> None:
-        """Record that the number now belongs to another partition, which has no rows of this producer."""
+        """Record that the partition was created again, so that it has no rows of this producer."""
         self._confirmed = (self._confirmed[0], 0)
         self.broken = True
 

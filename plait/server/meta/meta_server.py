@@ -78,5 +78,5 @@ class MetaServer(Listener):
 
     def _serve(self, connection: Connection, correlation: int, message: m.PacketHead, _: memoryview) -> None:
         if not self._meta_handlers.takes(message):
-            raise InvalidArgument("this is a meta server; send to and consume from a broker")
+            raise InvalidArgument("this is a meta server, which stores no messages; send this request to a broker")
         self._meta_handlers.handle(connection, correlation, message)

@@ -68,7 +68,7 @@ class FailurePolicy(msgspec.Struct, eq=False):
         """Hold back the key of a failed row of a strict subject, or park the key if the row is out of attempts."""
         if cursor.key is None:
             if cursor.held_rows is None:
-                # Found once for all keys that fail: each split takes the rows of its key.
+                # Found once for the cursor: each key that gets a cursor of its own takes its rows from them.
                 cursor.set_held_rows(self._in_flight.find_held_rows(cursor))
             cursor = self._cursors.hold(cursor, lp, key)
             waiting, cursor.waiting = cursor.waiting, DueRanges()
@@ -89,7 +89,7 @@ class FailurePolicy(msgspec.Struct, eq=False):
         self._wait_for(cursor, row, now, FAILURE if dead else failure)
 
     def refuse_more_keys(self, parked: Iterable[int]) -> None:
-        """``LimitExceeded`` if these keys would exceed the limit of keys with their own cursor."""
+        """``LimitExceeded`` if parking these keys would give too many keys a cursor of their own (``held_keys``)."""
         group, limit = self._group, self._group.limits.held_keys
         new = set(parked) - self._cursors.by_key.keys()
         keys = len(self._cursors.by_key) + len(new)
@@ -102,7 +102,7 @@ class FailurePolicy(msgspec.Struct, eq=False):
             )
 
     def inherit(self, parked: Iterable[int], resumed: Iterable[int]) -> None:
-        """Park the keys that the partition which had their rows before has parked; resume those resumed there."""
+        """Park keys that are parked in the partition that had their rows before; resume keys resumed there."""
         known = self._cursors.by_key
         for key in [key for key in parked if key not in known or not known[key].parked]:
             lp = key % LOGICAL_PARTITIONS

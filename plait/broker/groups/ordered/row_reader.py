@@ -24,15 +24,15 @@ from plait.storage.ranges import Range
 
 #: Two ranges with at most this many rows between them are read together.
 TABLE_GAP = 10_000
-#: Rows examined to count what one run of retention takes from one group: about 20 ms.
+#: Rows that one run of retention examines to count the rows that one group loses: about 20 ms.
 LOST_COUNTED_MAX: Final = 200_000
-#: Rows examined to describe one group.
+#: Rows examined to compute the lag of one group, or what a rewind of it would deliver.
 LAG_COUNTED_MAX: Final = 100_000
 
 Sequences = npt.NDArray[np.int64]
 
 
-#: The rows [first, last) of a frame; None: they cannot be read.
+#: (first, last, frame): rows [first, last), and the frame that has them; None: they cannot be read.
 FoundRows = tuple[int, int, FrameView | None]
 
 

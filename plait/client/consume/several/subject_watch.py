@@ -1,4 +1,4 @@
-"""``SubjectWatch``: the subjects that patterns cover, now and whenever that changes."""
+"""``SubjectWatch``: the subjects that match patterns, now and after each change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("plait.client")
 
 
 class SubjectWatch:
-    """Asks a meta server for matching subjects. The server answers when subjects are created or deleted."""
+    """Asks a meta server for matching subjects. The server answers after a change, or when the wait is over."""
 
     def __init__(self, router: Router, limits: ClientLimits, patterns: SubjectPatterns) -> None:
         self._router = router
@@ -37,8 +37,8 @@ class SubjectWatch:
             else:
                 if found.more:
                     raise LimitExceeded(
-                        f"more than {SUBSCRIBED_SUBJECTS_MAX} subjects match {str(self.patterns)!r}, which is the "
-                        "limit (SUBSCRIBED_SUBJECTS_MAX); use a longer prefix, or several consumers",
+                        f"more than {SUBSCRIBED_SUBJECTS_MAX} subjects match {str(self.patterns)!r}, and this is the "
+                        "limit of one consumer (SUBSCRIBED_SUBJECTS_MAX); use a longer prefix, or several consumers",
                         limit="SUBSCRIBED_SUBJECTS_MAX",
                         value=SUBSCRIBED_SUBJECTS_MAX,
                     )
@@ -51,7 +51,7 @@ class SubjectWatch:
             try:
                 found = await self._ask(self._limits.pull_wait_seconds)
             except PlaitError as error:
-                log.info("cannot ask which subjects match %s: %s", self.patterns, error)
+                log.info("cannot ask which subjects match %s (this is tried again): %s", self.patterns, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._limits.reconnect_max_seconds)
                 continue
@@ -59,8 +59,8 @@ class SubjectWatch:
             if found.more and not self._warned:
                 self._warned = True
                 log.warning(
-                    "more than %d subjects match %s, which is the limit (SUBSCRIBED_SUBJECTS_MAX); the others are not "
-                    "consumed",
+                    "more than %d subjects match %s, and this is the limit of one consumer (SUBSCRIBED_SUBJECTS_MAX); "
+                    "the others are not consumed: use a longer prefix, or several consumers",
                     SUBSCRIBED_SUBJECTS_MAX,
                     self.patterns,
                 )
