@@ -115,7 +115,7 @@ class RouteChanges:
         return self._publish(route, routes.retarget(route, places))
 
     def _places(self, route: Route, count: int) -> list[PartitionId]:
-        """This number of target partitions: broker groups with the fewest get more, those with the most lose some."""
+        """``count`` target partitions: broker groups with the fewest get more, those with the most lose some."""
         check_count(count)
         places = [route.partitions[index] for index in sorted(set(routes.target(route).tolist()))]
         on = Counter(place.group for place in places)

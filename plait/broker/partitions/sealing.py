@@ -153,8 +153,7 @@ def _reopened(partition: Partition, lps: LpSet, version: int) -> list[Reopened]:
     """The sequences at which LPs were reopened, including ``lps``, which open now.
 
     If there are more than ``REOPENED_MAX`` positions, the oldest are merged: each LP keeps the lowest of its merged
-    positions. A route that is older than a reopening covers only rows below its position, so a merge never lets it
-    cover more.
+    positions. A route that is older than a reopening covers only rows below it, so a merge never adds rows.
     """
     entries = [*partition.row.reopened, *((first, end, partition.next, version) for first, end in runs_of(lps))]
     places = sorted({sequence for _, _, sequence, _ in entries})
@@ -233,8 +232,8 @@ def gone_below(broker: Broker, partition: Partition) -> int:
 def _retained_from(partition: Partition) -> int:
     """The first row that an ordered group has not finished, even if retention removed it; else the next row.
 
-    A failed message is retained, and rows of its key in other partitions wait for it. If the span of
-    this partition left the route, those rows would not wait, and no consumer would pull a dead letter that is resent.
+    A failed message is retained, and rows of its key in other partitions wait for it. If the span of this partition
+    left the route, those rows would not wait, and no consumer would pull a dead letter that is resent.
     """
     first = partition.next
     for group in partition.groups.values():

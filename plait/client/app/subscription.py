@@ -92,7 +92,7 @@ class SubscriberSettings(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float | None
     #: Seconds for which any failure suspends the handler; None: only ``Suspend`` suspends it.
     suspend: float | None
-    #: A body that does not decode becomes a dead letter at once ("reject"), or is retried like a failure ("retry").
+    #: A body that does not decode is made a dead letter at once ("reject"), or retried like other failures ("retry").
     undecodable: Literal["reject", "retry"]
 
 

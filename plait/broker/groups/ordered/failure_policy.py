@@ -68,7 +68,7 @@ class FailurePolicy(msgspec.Struct, eq=False):
         """Hold back the key of a failed row of a strict subject, or park the key if the row is out of attempts."""
         if cursor.key is None:
             if cursor.held_rows is None:
-                # Found once for the cursor: each key that gets a cursor of its own takes its rows from them.
+                # Held rows are found once: each key that gets a cursor of its own takes its rows from them.
                 cursor.set_held_rows(self._in_flight.find_held_rows(cursor))
             cursor = self._cursors.hold(cursor, lp, key)
             waiting, cursor.waiting = cursor.waiting, DueRanges()
