@@ -153,7 +153,7 @@ def _reopened(partition: Partition, lps: LpSet, version: int) -> list[Reopened]:
     """The sequences at which LPs were reopened, including ``lps``, which open now.
 
     If there are more than ``REOPENED_MAX`` positions, the oldest are merged: each LP keeps the lowest of its merged
-    positions. A route that is older than a reopening covers only rows below it, so a merge never adds rows.
+    positions. An older route covers only rows below that position: a merge never makes it cover more.
     """
     entries = [*partition.row.reopened, *((first, end, partition.next, version) for first, end in runs_of(lps))]
     places = sorted({sequence for _, _, sequence, _ in entries})

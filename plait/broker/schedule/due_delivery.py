@@ -170,7 +170,7 @@ class DueDelivery:
     ) -> int:
         """Deliver the rows of one partition that fit in ``room``, and clear their bits in ``kept``.
 
-        Returns their size, or ``room`` if not even the first one fits. Each row follows the current route (R20): to this
+        Returns their size, or ``room`` if the first one does not fit. Each row follows the current route (R20): to this
         partition, or to a forward partition for another one.
         """
         name = schedule.partition.row.name
