@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "client": BASE | {"tasks", "frame", "wire"},
     "sync": BASE | {"client"},
     "outbox": BASE | {"tasks", "frame", "client"},
-    "spark": BASE | {"frame", "storage", "client"},
+    "spark": BASE | {"frame", "filter", "storage", "client"},
     "server": SERVER_SIDE | {"tasks"},
     "doctor": BASE | {"frame", "storage", "broker", "meta", "wire.admin"},
     "cli": SERVER_SIDE | {"tasks", FACADE, "client", "sync", "server", "spark", "doctor"},

@@ -27,6 +27,8 @@ class UsedFields(NamedTuple):
     headers: frozenset[str]
     tags: bool
     key: bool
+    #: ``send_time``, ``store_time``.
+    times: frozenset[str] = frozenset()
 
 
 class FrameFields:

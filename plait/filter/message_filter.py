@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.filter.evaluation import wanted
-from plait.filter.frame_fields import FrameFields, PartFields, UsedFields
+from plait.filter.frame_fields import FrameFields, UsedFields
 from plait.filter.grammar import Term, parse
-from plait.filter.values import both, either, opposite
+from plait.filter.values import Fields, both, either, opposite
 from plait.frame.view import FrameView
 from plait.limits import FILTER_PART_BYTES, FILTER_PART_COUNT, FILTER_PART_WORK
 from plait.model.filter_terms import FilterTerms
@@ -41,10 +41,13 @@ class Filter:
         self._condition: Term | None = parse(terms.where) if terms.where else None
         tags = terms.tags
         nodes = [] if self._condition is None else list(_nodes(self._condition))
-        self._used = UsedFields(
+        fields = frozenset(node.value for node in nodes if node.op == "field")
+        #: What ``mask`` reads.
+        self.used = UsedFields(
             headers=frozenset(node.value for node in nodes if node.op == "header"),
             tags=bool(tags.any or tags.all or tags.none) or any(node.op == "tagged" for node in nodes),
-            key=any(node.op == "field" and node.value == "key" for node in nodes),
+            key="key" in fields,
+            times=fields - {"key"},
         )
         #: How many operations on columns an evaluation takes.
         cost = max(len(nodes) + len(tags.any) + len(tags.all) + len(tags.none), 1)
@@ -61,14 +64,15 @@ class Filter:
 
         A part takes a few milliseconds at most, and memory for its own rows only.
         """
-        fields = FrameFields(frame, self._used)
+        fields = FrameFields(frame, self.used)
         step = max(count, _FIRST_COUNT_MIN)
         while first < last:
             end = min(fields.end_of(first, min(step, self._count_max, last - first), self._size_max), last)
-            yield Examined(first, end, self._mask(fields.part(first, end), end - first))
+            yield Examined(first, end, self.mask(fields.part(first, end), end - first))
             first, step = end, 2 * step
 
-    def _mask(self, fields: PartFields, count: int) -> npt.NDArray[np.bool_]:
+    def mask(self, fields: Fields, count: int) -> npt.NDArray[np.bool_]:
+        """A mask of the wanted rows of ``count`` rows with these fields."""
         tags = self.terms.tags
         mask: Any = not tags.any
         for tag in tags.any:

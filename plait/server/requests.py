@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from plait.broker.groups.group import AttachedConsumer, NackOutcome
 from plait.broker.groups.group_settings import GroupFilter, resolve_start
 from plait.broker.partitions.partition import ReadBatch
@@ -282,8 +284,10 @@ class Handlers:
             if connection.writing_paused:
                 # Send no rows: the client reads again from here after it has read its earlier replies.
                 batch = ReadBatch(start)
-            more = wanted is not None and batch.full
-            head = m.ReadReply(partition.id, partition.row.name, batch.end, more)
+            head = m.ReadReply(partition.id, partition.row.name, batch.end)
+            if wanted is not None:
+                missing = [*_expired(read.start, start), *batch.damaged]
+                head = msgspec.structs.replace(head, more=batch.full, missing=missing)
             connection.answer(correlation, head, batch.parts, batch.size)
 
         try:
@@ -369,6 +373,11 @@ def _with_tags(ranges: list[m.EpochRange], tags: list[int]) -> tuple[list[m.Epoc
     for each in ranges:
         _checked([each])
     return ranges, tags
+
+
+def _expired(asked: m.Start, start: int) -> list[tuple[int, int]]:
+    """The range between the sequence that a read asked for and the first one that is not expired."""
+    return [(asked[1], start)] if isinstance(asked, tuple) and asked[0] == "sequence" and asked[1] < start else []
 
 
 def _checked_wait(seconds: float) -> float:

@@ -294,7 +294,8 @@ class ReadRequest(PacketHead, frozen=True):
 class ReadReply(PacketHead, frozen=True):
     """Rows, as frames in the payload; the next read starts at ``next``.
 
-    ``more``: a filtered read has examined as many rows as one request may; there are more rows now.
+    Of a filtered read, ``more``: it has examined as many rows as one request may, and there are more rows now;
+    ``missing``: the ranges [first, end) before ``next`` that are expired or damaged.
     """
 
     KIND: ClassVar[int] = 31
@@ -302,6 +303,7 @@ class ReadReply(PacketHead, frozen=True):
     name: str
     next: int
     more: bool = False
+    missing: list[tuple[int, int]] = []
 
 
 class AdminRequest(PacketHead, frozen=True):

@@ -29,14 +29,17 @@ def read_filtered(
 ) -> ReadBatch:
     """Visible rows from ``start`` that match: at most ``count`` rows and ``size`` bytes, or one part of a frame.
 
-    The batch ends where the search ended. It is ``full`` if there are more rows to examine: the budget has no room, or
-    the batch has as many rows or bytes as it may.
+    The batch ends where the search ended, and ``damaged`` has the ranges before it that are expired or cannot be read.
+    It is ``full`` if there are more rows to examine: the budget has no room, or the batch has as many rows or bytes as
+    it may.
     """
     batch = ReadBatch(start)
     for first, last, frame in partition.walk(log, start, partition.visible):
         if batch.count >= count or (batch.end > start and not budget.has_room()):
             batch.full = True
             return batch
+        if first > batch.end:
+            batch.damaged.append((batch.end, first))
         if frame is None:
             batch.damaged.append((first, last))
             batch.end = last
@@ -57,7 +60,9 @@ def read_filtered(
             batch.full = True
             return batch
     # Rows that are expired need no search.
-    batch.end = max(batch.end, partition.visible)
+    if batch.end < partition.visible:
+        batch.damaged.append((batch.end, partition.visible))
+        batch.end = partition.visible
     return batch
 
 

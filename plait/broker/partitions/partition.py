@@ -62,7 +62,7 @@ class ReadBatch(msgspec.Struct, eq=False):
     size: int = 0
     #: Bytes that its compressed columns inflate to; they count towards the size limit.
     inflated: int = 0
-    #: Ranges that cannot be read.
+    #: Ranges that cannot be read; of a read with a filter: also those that are expired.
     damaged: list[tuple[int, int]] = []
 
     def fits(self, start: int, end: int, count: int, size: int, some: bool) -> bool:

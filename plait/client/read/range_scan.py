@@ -1,16 +1,19 @@
 """Reads a whole range of one partition through its broker, at full speed or at a limited rate.
 
 The range is cut at frame boundaries into reads of about a MiB. Several reads run at a time, and their results are
-returned in order. Reads that fail because the broker restarts are repeated.
+returned in order. Reads that fail because the broker restarts are repeated. With a filter the broker examines the rows,
+and one read after another continues where it stopped.
 
-Promise: every row of the range is in exactly one piece, in order, or in a gap that a piece names.
+Promise: every row of the range (that matches the filter) is in exactly one piece, in order, or in a gap that a piece
+names.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Final, NamedTuple
 
 from plait import tasks
@@ -19,6 +22,7 @@ from plait.client.read.surveyor import AGAIN_SECONDS, PartitionSpan, SpanRange, 
 from plait.errors import DataLost, StaleRoute, Timeout, Unavailable
 from plait.frame.view import FrameView, frames_in
 from plait.limits import KIB, MIB
+from plait.model.filter_terms import FilterTerms
 from plait.wire import messages as m
 
 #: Bytes of one read: large enough to make the request's cost negligible, small enough not to delay the broker's loop.
@@ -49,8 +53,16 @@ class RangeScan:
     """One pass over [start, end) of a partition that ``Surveyor.find`` returned."""
 
     def __init__(
-        self, surveyor: Surveyor, span: PartitionSpan, start: int, end: int, *, bytes_per_second: float | None = None
+        self,
+        surveyor: Surveyor,
+        span: PartitionSpan,
+        start: int,
+        end: int,
+        *,
+        bytes_per_second: float | None = None,
+        wanted: FilterTerms | None = None,
     ) -> None:
+        self._filter = wanted
         self._surveyor = surveyor
         self._span = span
         self._start = start
@@ -61,7 +73,15 @@ class RangeScan:
             self._read_size = int(min(max(bytes_per_second * PACE_SECONDS, PACED_SIZE_MIN), READ_SIZE))
 
     async def __aiter__(self) -> AsyncIterator[ScanPiece]:
-        """Yield the pieces in order. Leaving early cancels the running reads."""
+        """Yield the pieces in order. Leaving early cancels the running reads.
+
+        With a filter the last piece may have rows after the end.
+        """
+        if self._filter is not None:
+            async with aclosing(self._matching()) as matching:
+                async for piece in matching:
+                    yield piece
+            return
         pieces = await self._pieces()
         reads: deque[tuple[int, int, asyncio.Task[list[FrameView]]]] = deque()
         try:
@@ -77,6 +97,22 @@ class RangeScan:
             for _, _, read in reads:
                 read.cancel()
             await asyncio.gather(*(read for _, _, read in reads), return_exceptions=True)
+
+    async def _matching(self) -> AsyncGenerator[ScanPiece, None]:
+        """The pieces of a scan with a filter. A read examines rows until it finds some or its turn is over."""
+        at, loop = self._start, asyncio.get_running_loop()
+        deadline = loop.time() + self._surveyor.limits.send_seconds
+        while at < self._end:
+            reply, payload = await self._ask(at, self._end)
+            if reply.next <= at:
+                await self._stalled(at, self._end, deadline)
+                continue
+            deadline = loop.time() + self._surveyor.limits.send_seconds
+            missing = [(first, min(end, self._end)) for first, end in reply.missing if first < self._end]
+            yield ScanPiece(frames_in(payload), await self._named(missing))
+            at = reply.next
+            if self._pace is not None:
+                await asyncio.sleep(self._pace.take(len(payload), loop.time()))
 
     async def _pieces(self) -> deque[tuple[int, int, int]]:
         """(start, end, approximate bytes) of each read."""
@@ -98,17 +134,8 @@ class RangeScan:
         deadline = loop.time() + patience
         while at < end:
             reply, payload = await self._ask(at, end)
-            if reply.partition != self._span.number:
-                raise DataLost(f"{self._span.place} was deleted and created again while it was read; read again")
             if reply.next < at or (reply.next == at and not payload):
-                # The partition has ended, or the broker is still busy sending earlier replies.
-                await self._check_end(at, end)
-                if loop.time() >= deadline:
-                    raise Unavailable(
-                        f"{self._span.place} has rows {at} to {end - 1}, but its broker returned none of them within "
-                        f"{patience:g} s; read again"
-                    )
-                await asyncio.sleep(AGAIN_SECONDS)
+                await self._stalled(at, end, deadline)
                 continue
             deadline = loop.time() + patience
             found = frames_in(payload)
@@ -120,6 +147,16 @@ class RangeScan:
             frames += found
         return frames
 
+    async def _stalled(self, at: int, end: int, deadline: float) -> None:
+        """Wait a moment: the partition has ended, or the broker is still busy sending earlier replies."""
+        await self._check_end(at, end)
+        if asyncio.get_running_loop().time() >= deadline:
+            raise Unavailable(
+                f"{self._span.place} has rows {at} to {end - 1}, but its broker returned none of them within "
+                f"{self._surveyor.limits.send_seconds:g} s; read again"
+            )
+        await asyncio.sleep(AGAIN_SECONDS)
+
     async def _ask(self, at: int, end: int) -> tuple[m.ReadReply, memoryview]:
         limits = self._surveyor.limits
         node = self._surveyor.node(self._span.place)
@@ -127,10 +164,13 @@ class RangeScan:
         while True:
             link = await node.ready(limits.send_seconds)
             # A reply has at least one frame and cuts none because of its size, so the count alone limits the read.
-            request = m.ReadRequest(self._span.name, ("sequence", at), end - at, 2 * READ_SIZE, 0.0)
+            request = m.ReadRequest(self._span.name, ("sequence", at), end - at, 2 * READ_SIZE, 0.0, self._filter)
             try:
                 async with asyncio.timeout(limits.request_seconds):
-                    return await link.request_payload(request)
+                    reply, payload = await link.request_payload(request)
+                if reply.partition != self._span.number:
+                    raise DataLost(f"{self._span.place} was deleted and created again while it was read; read again")
+                return reply, payload
             except (Unavailable, StaleRoute):
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
@@ -162,10 +202,14 @@ class RangeScan:
             expected = first + frame.count
         if expected < end:
             gaps.append((expected, end))
+        return await self._named(gaps)
+
+    async def _named(self, gaps: list[tuple[int, int]]) -> list[ScanGap]:
+        """Whether each gap has expired or is damaged."""
         if not gaps:
             return []
         spans = await self._surveyor.spans([self._span.place])
-        log_start = spans[0].start if spans else end
+        log_start = spans[0].start if spans else gaps[-1][1]
         return [ScanGap(first, last, first < log_start) for first, last in gaps]
 
 

@@ -38,7 +38,8 @@ from plait.spark.source import arrow_scalars as bare
 from plait.spark.source import header_columns
 from plait.spark.source.joined_frames import Frames
 from plait.spark.source.read_options import ReadOptions
-from plait.spark.source.spark_columns import BATCH_COUNT, BATCH_SIZE, COLUMNS, Picker
+from plait.spark.source.row_picker import Picker
+from plait.spark.source.spark_columns import BATCH_COUNT, BATCH_SIZE, COLUMNS
 from plait.storage.reading.log_chunks import ChunkPartition, WantedRows, plan
 from plait.storage.reading.log_reader import MESSAGE_DIRECTORY, open_log
 

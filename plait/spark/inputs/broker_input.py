@@ -13,6 +13,7 @@ from plait.client.read.range_scan import RangeScan, ScanGap, ScanPiece
 from plait.client.read.surveyor import PartitionSpan, SpanRange, Surveyor
 from plait.errors import Closed, DamageError, FrameError
 from plait.frame.view import FrameView
+from plait.model.filter_terms import FilterTerms
 from plait.spark.source.offsets import check_epoch, report
 from plait.spark.source.read_options import ReadOptions
 from plait.storage.reading.log_chunks import CHUNK_SIZE, ChunkPartition, WantedRows
@@ -41,7 +42,7 @@ class BrokerTask:
         """The frames in order; the next ones are fetched while the caller handles one."""
         span = self.span
         partition = ChunkPartition(span.subject, span.name, self.start, self.end)
-        for piece in self._pieces(options):
+        for piece in self._pieces(options, wanted.filter):
             for gap in piece.gaps:
                 self._missing(gap, options)
             for frame in piece.frames:
@@ -54,7 +55,7 @@ class BrokerTask:
                 check_epoch(span, frame)
                 yield partition, frame
 
-    def _pieces(self, options: ReadOptions) -> Iterator[ScanPiece]:
+    def _pieces(self, options: ReadOptions, wanted: FilterTerms | None) -> Iterator[ScanPiece]:
         """Read on an event loop in another thread, so that heartbeats continue while Spark handles a batch."""
         run = shared_loop().run
         surveyor = Surveyor(options.server)
@@ -62,7 +63,8 @@ class BrokerTask:
         pieces: AsyncIterator[ScanPiece] | None = None
         try:
             run(surveyor.find([self.span.subject]))
-            scan = RangeScan(surveyor, self.span, self.start, self.end, bytes_per_second=self.bytes_per_second)
+            rate = self.bytes_per_second
+            scan = RangeScan(surveyor, self.span, self.start, self.end, bytes_per_second=rate, wanted=wanted)
             pieces = aiter(scan)
             while (piece := run(_next(pieces))) is not None:
                 yield piece

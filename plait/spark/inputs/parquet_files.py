@@ -15,15 +15,20 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
 
 from plait.errors import ArchiveError
+from plait.filter.message_filter import compile_filter
 from plait.frame.header import SEQUENCE_MAX
 from plait.spark.archiving.manifest import MESSAGES, Archive, ArchivedFile
+from plait.spark.inputs.archived_fields import HEADER_COLUMNS, ArchivedFields, columns_of
 from plait.spark.source.read_options import ReadOptions
+from plait.spark.source.spark_columns import COLUMNS, joined
+from plait.spark.source.typed_headers import PREFIX
 from plait.storage.reading.log_chunks import WantedRows
 
 _BATCH_COUNT: Final = 32_768
@@ -188,7 +193,7 @@ class ArchiveReadTask:
         for planned in self.parts:
             part = _current(archive, planned)
             with reading(archive, part.file.path, part.file.count):
-                yield from _read(OpenFile(archive, part.file, verify=False), part, wanted, schema)
+                yield from joined(_read(OpenFile(archive, part.file, verify=False), part, wanted, schema))
 
 
 def _current(archive: Archive, part: FilePart) -> FilePart:
@@ -230,20 +235,49 @@ def limits_of(wanted: WantedRows, bounds: Bounds | None = None) -> Limits:
 
 
 def _read(opened: OpenFile, part: FilePart, wanted: WantedRows, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    columns = [name for name in schema.names if name != "subject"]
+    groups = opened.groups(limits_of(wanted, part.bounds))
+    if wanted.filter is None:
+        yield from _rows(opened, groups, part, wanted, schema, None)
+        return
+    condition = compile_filter(wanted.filter)
+    for group in groups:
+        # The other columns of a group without matching rows are not read.
+        examined = opened.parquet.read_row_group(group, columns=columns_of(condition.used))
+        mask = condition.mask(ArchivedFields(examined), examined.num_rows)
+        if mask.any():
+            yield from _rows(opened, [group], part, wanted, schema, mask)
+
+
+def _rows(
+    opened: OpenFile,
+    groups: list[int],
+    part: FilePart,
+    wanted: WantedRows,
+    schema: pa.Schema,
+    mask: npt.NDArray[np.bool_] | None,
+) -> Iterator[pa.RecordBatch]:
+    """The wanted rows of some row groups; ``mask``: the rows that the filter leaves."""
+    columns = [name for name in schema.names if name != "subject" and name in COLUMNS]
+    own = [field for field in schema if field.name not in COLUMNS]
     filtered = ["key"] if wanted.keys is not None else []
     filtered += ["partition", "sequence"] if part.bounds is not None else []
+    filtered += HEADER_COLUMNS if own else []
     # A query for the subject alone still needs the number of rows.
     read = list(dict.fromkeys([*columns, *filtered])) or ["sequence"]
     keys = None if wanted.keys is None else pa.array(sorted(wanted.keys), pa.string())
-    groups = opened.groups(limits_of(wanted, part.bounds))
+    done = 0
     for batch in opened.parquet.iter_batches(_BATCH_COUNT, groups, columns=read):
+        done += batch.num_rows
+        if mask is not None:
+            batch = batch.filter(pa.array(mask[done - batch.num_rows : done]))
         if part.bounds is not None:
             batch = batch.filter(part.mask(batch.column("partition"), batch.column("sequence")))
         if keys is not None:
             batch = batch.filter(pc.is_in(batch.column("key"), keys))
         if batch.num_rows:
-            subject = pa.repeat(pa.scalar(part.file.subject, pa.string()), batch.num_rows)
-            arrays = [subject if name == "subject" else batch.column(name) for name in schema.names]
+            headers = ArchivedFields(batch) if own else None
+            built = {each.name: headers.typed(each.name.removeprefix(PREFIX), each.type) for each in own if headers}
+            built["subject"] = pa.repeat(pa.scalar(part.file.subject, pa.string()), batch.num_rows)
+            arrays = [built[name] if name in built else batch.column(name) for name in schema.names]
             typed = [array.cast(field.type) for array, field in zip(arrays, schema, strict=True)]
             yield pa.RecordBatch.from_arrays(typed, schema=schema)

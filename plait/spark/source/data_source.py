@@ -7,6 +7,7 @@ passes their columns to Spark. Files are never changed, and may be in use by a s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +20,7 @@ from pyspark.sql.datasource import (
     Filter,
     InputPartition,
 )
-from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
+from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema, to_arrow_type
 from pyspark.sql.types import StructField, StructType
 
 from plait.client.read.surveyor import Surveyor
@@ -27,11 +28,12 @@ from plait.errors import InvalidArgument
 from plait.spark.inputs.archive_input import ArchiveInput, check_archive, is_archive
 from plait.spark.inputs.log_input import LogInput
 from plait.spark.runtime.worker import prepare_worker
-from plait.spark.source.filters import narrow
+from plait.spark.source.filters import joined_filter, narrow
 from plait.spark.source.range_planning import batch_ranges, input_of, read_task
 from plait.spark.source.read_options import ReadOptions
 from plait.spark.source.spark_columns import COLUMNS
 from plait.spark.source.stream_reader import PlaitStreamReader
+from plait.spark.source.typed_headers import KINDS, PREFIX, is_header
 from plait.storage.reading.log_reader import open_log
 
 
@@ -48,7 +50,7 @@ class PlaitDataSource(DataSource):
         prepare_worker()
         options = ReadOptions.parse(self.options)
         _check_input(options)
-        return StructType([_field(name) for name in options.columns])
+        return StructType([_field(name, options.headers.get(name)) for name in options.columns])
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """A reader of these columns; a schema from the user may have fewer than the source."""
@@ -82,10 +84,11 @@ class PlaitReader(DataSourceReader):
         self.arrow_schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Narrow the read to frames that can match; Spark still applies all filters to the rows."""
+        """Narrow the read to frames and rows that can match; Spark still applies all filters to the rows."""
         group = None if self.options.server or _is_archive(self.options) else self.options.group
         for condition in filters:
             self.wanted = narrow(self.wanted, condition, group)
+        self.wanted = replace(self.wanted, filter=joined_filter(self.wanted.filter, filters, self.arrow_schema))
         return filters
 
     def partitions(self) -> Sequence[InputPartition]:
@@ -123,7 +126,9 @@ def _check_input(options: ReadOptions) -> None:
         open_log(options.path)
 
 
-def _field(name: str) -> StructField:
+def _field(name: str, header: pa.DataType | None = None) -> StructField:
+    if header is not None:
+        return StructField(name, from_arrow_type(header))
     column = COLUMNS[name]
     return StructField(name, from_arrow_type(column.type), column.nullable)
 
@@ -131,10 +136,23 @@ def _field(name: str) -> StructField:
 def _check_schema(schema: StructType) -> None:
     for field in schema.fields:
         if field.name not in COLUMNS:
-            raise InvalidArgument(f"unknown column {field.name!r}; the columns are {', '.join(COLUMNS)}")
+            _check_header(field)
+            continue
         ours = _field(field.name)
         if field.dataType != ours.dataType:
             kinds = ours.dataType.simpleString(), field.dataType.simpleString()
             raise InvalidArgument(f"column {field.name!r} is {kinds[0]}, not {kinds[1]}")
         if ours.nullable and not field.nullable:
             raise InvalidArgument(f"column {field.name!r} can be null: make it nullable in the schema")
+
+
+def _check_header(field: StructField) -> None:
+    if not field.name.startswith(PREFIX):
+        raise InvalidArgument(
+            f"unknown column {field.name!r}; the columns are {', '.join(COLUMNS)}, and {PREFIX}NAME for the header NAME"
+        )
+    if not is_header(field.name, to_arrow_type(field.dataType)) or not field.nullable:
+        kinds = ", ".join(KINDS)
+        raise InvalidArgument(
+            f"column {field.name!r} is {field.dataType.simpleString()}; a header is a nullable column of one of {kinds}"
+        )

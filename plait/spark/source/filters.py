@@ -1,16 +1,18 @@
-"""Turns filters that Spark pushes down into bounds on the frames and rows that are read.
+"""Turns filters that Spark pushes down into bounds on the frames and rows that are read, and into a message filter.
 
-A bound may pass more rows than the filter: Spark applies the filter again.
+A bound or a filter may pass more rows than the filter: Spark applies the filter again.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar
 
+import pyarrow as pa
 from pyspark.sql.datasource import (
     EqualNullSafe,
     EqualTo,
@@ -18,11 +20,20 @@ from pyspark.sql.datasource import (
     GreaterThan,
     GreaterThanOrEqual,
     In,
+    IsNotNull,
     LessThan,
     LessThanOrEqual,
+    Not,
+    StringContains,
+    StringEndsWith,
+    StringStartsWith,
 )
 
+from plait.errors import InvalidArgument
+from plait.filter.message_filter import compile_filter
 from plait.frame.header import SEQUENCE_MAX
+from plait.model.filter_terms import FilterTerms
+from plait.spark.source.typed_headers import BOOL, PREFIX, REAL, TEXT, WHOLE, is_header
 from plait.storage.reading.log_chunks import WantedRows
 
 T = TypeVar("T")
@@ -96,3 +107,82 @@ def _within(wanted: WantedRows, column: tuple[str, ...], low: int = 0, high: int
 
 def _both(before: frozenset[T] | None, values: frozenset[T]) -> frozenset[T]:
     return values if before is None else values & before
+
+
+# --- conditions ---------------------------------------------------------------------------------
+
+_COMPARISONS: Final[dict[type[Filter], str]] = {
+    EqualTo: "=",
+    EqualNullSafe: "=",
+    GreaterThan: ">",
+    GreaterThanOrEqual: ">=",
+    LessThan: "<",
+    LessThanOrEqual: "<=",
+}
+_PATTERNS: Final[dict[type[Filter], str]] = {
+    StringStartsWith: "{}%",
+    StringEndsWith: "%{}",
+    StringContains: "%{}%",
+}
+#: Below this, an integer compares with a double as the double of that integer does.
+_EXACT_END: Final = 1 << 53
+_WHOLE_END: Final = 1 << 63
+
+
+def joined_filter(known: FilterTerms | None, pushed: Iterable[Filter], schema: pa.Schema) -> FilterTerms | None:
+    """The filter, and the pushed filters on keys and on headers that are columns, as one filter.
+
+    A pushed filter that no condition expresses, or that exceeds the limits of conditions, is left out.
+    """
+    terms = known or FilterTerms()
+    for each in pushed:
+        condition = condition_of(each, schema)
+        if condition is not None:
+            where = f"({terms.where}) AND {condition}" if terms.where else condition
+            with suppress(InvalidArgument):
+                terms = compile_filter(FilterTerms(terms.tags, where)).terms
+    return None if terms == FilterTerms() else terms
+
+
+def condition_of(pushed: Filter, schema: pa.Schema) -> str | None:
+    """A condition (docs/filters.md) that all rows match that match the filter; None: there is none.
+
+    In rows where the column has a value, both have the same result, so the condition may be negated. The column of a
+    header is null where the header has another type; then the filter matches no row, and the condition may match it.
+    """
+    if isinstance(pushed, Not):
+        child = None if isinstance(pushed.child, EqualNullSafe | IsNotNull) else condition_of(pushed.child, schema)
+        return None if child is None else f"NOT ({child})"
+    column: tuple[str, ...] = getattr(pushed, "attribute", ())
+    if len(column) != 1 or column[0] not in schema.names:
+        return None
+    name, kind = column[0], schema.field(column[0]).type
+    if name != "key" and not is_header(name, kind):
+        return None
+    field = name if name == "key" else '"{}"'.format(name.removeprefix(PREFIX).replace('"', '""'))
+    if isinstance(pushed, IsNotNull):
+        return f"{field} IS NOT NULL"
+    if isinstance(pushed, In):
+        literals = [_literal(value, kind) for value in pushed.value]
+        return f"{field} IN ({', '.join(map(str, literals))})" if literals and None not in literals else None
+    pattern, value = _PATTERNS.get(type(pushed)), getattr(pushed, "value", None)
+    if pattern is not None:
+        escaped = re.sub("[!%_]", r"!\g<0>", str(value))
+        return f"{field} LIKE {_text(pattern.format(escaped))} ESCAPE '!'"
+    comparison, literal = _COMPARISONS.get(type(pushed)), _literal(value, kind)
+    return None if comparison is None or literal is None else f"{field} {comparison} {literal}"
+
+
+def _literal(value: Any, kind: pa.DataType) -> str | None:
+    """The value of a column of this type in a condition; None if it cannot be compared exactly there."""
+    if kind == TEXT and isinstance(value, str):
+        return _text(value)
+    if kind == BOOL and isinstance(value, bool):
+        return str(value).upper()
+    whole = kind == WHOLE and isinstance(value, int) and -_WHOLE_END <= value < _WHOLE_END
+    real = kind == REAL and isinstance(value, int | float) and abs(value) < _EXACT_END
+    return repr(value) if (whole or real) and not isinstance(value, bool) else None
+
+
+def _text(value: str) -> str:
+    return "'{}'".format(value.replace("'", "''"))

@@ -43,6 +43,8 @@ class Frames:
             raise FrameError("a batch has a selection of rows and other frames")
         self._keys: tuple[Offsets, memoryview] | None = None
         self._headers: list[HeaderBlock | list[Headers | None]] | None = None
+        #: Block → its headers that have no column, decoded.
+        self._rests: dict[int, list[Headers | None]] = {}
 
     def has(self, column: int) -> bool:
         """Whether any frame has the column."""
@@ -70,6 +72,13 @@ class Frames:
                     block or decoded(headers(view)) for block, view in zip(blocks, self.views, strict=True)
                 ]
         return self._headers
+
+    def rest_of(self, block: HeaderBlock) -> list[Headers | None]:
+        """The headers of each row that have no column in the block, decoded once for all columns that use them."""
+        maps = block.rest_maps()
+        if id(block) not in self._rests:
+            self._rests[id(block)] = [None] * block.count if maps is None else decoded(maps)
+        return self._rests[id(block)]
 
     def encoded_headers(self) -> pa.Array:
         """Headers as they were sent, one msgpack map per row; null: no headers."""

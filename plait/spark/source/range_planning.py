@@ -6,6 +6,7 @@ The driver calls the input, a stream calls it for every batch. A task then reads
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 import pyarrow as pa
@@ -31,7 +32,8 @@ from plait.spark.source.offsets import (
     report,
 )
 from plait.spark.source.read_options import ReadOptions
-from plait.spark.source.spark_columns import Picker, record_batches
+from plait.spark.source.row_picker import Picker
+from plait.spark.source.spark_columns import joined, record_batches, source_builders
 from plait.storage.reading.log_chunks import WantedRows
 
 #: What Spark jobs read: a data directory, brokers or an archive.
@@ -56,7 +58,10 @@ def read_task(
         yield from task.batches(options, wanted, schema)
         return
     try:
-        yield from record_batches(task.frames(options, wanted), schema, task.group, Picker.of(wanted))
+        # Brokers apply the filter themselves.
+        picker = Picker.of(replace(wanted, filter=None) if isinstance(task, BrokerTask) else wanted)
+        batches = record_batches(task.frames(options, wanted), schema, task.group, picker, source_builders(schema))
+        yield from batches if picker is None and wanted.filter is None else joined(batches)
     except FrameError as error:
         raise task.damage(options, str(error)) from error
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 from urllib.parse import unquote
 
+import pyarrow as pa
+
 from plait.clock import Clock, SystemClock
 from plait.errors import InvalidArgument
+from plait.filter.message_filter import compile_filter
 from plait.model import names
+from plait.model.filter_terms import FilterTerms, filter_terms
 from plait.spark.source.offsets import EARLIEST, LATEST, Bound, parse_bound
 from plait.spark.source.spark_columns import COLUMNS
+from plait.spark.source.typed_headers import parse_headers
 from plait.storage.reading.log_chunks import WantedRows
 
 DEFAULT_GROUP: Final = "g1"
@@ -21,6 +26,9 @@ _OPTIONS: Final = (
     "server",
     "subject",
     "columns",
+    "headers",
+    "where",
+    "tags",
     "group",
     "startingOffsets",
     "endingOffsets",
@@ -46,6 +54,8 @@ class ReadOptions:
     server: tuple[str, ...]
     wanted: WantedRows
     columns: tuple[str, ...]
+    #: Column → type of the headers that are columns of their own.
+    headers: dict[str, pa.DataType]
     group: str
     start: Bound
     end: Bound
@@ -85,11 +95,14 @@ class ReadOptions:
         subjects = options.get("subject", "").strip()
         if not subjects:
             raise InvalidArgument("option 'subject' is missing; give a name, names between commas, or a prefix and *")
+        headers = parse_headers(options["headers"]) if "headers" in options else {}
+        wanted = WantedRows.of_subjects(name.strip() for name in subjects.split(","))
         return cls(
             path=path,
             server=server,
-            wanted=WantedRows.of_subjects(name.strip() for name in subjects.split(",")),
-            columns=_columns(options.get("columns")),
+            wanted=replace(wanted, filter=_filter(options.get("where"), options.get("tags"))),
+            columns=_columns(options.get("columns"), headers),
+            headers=headers,
             group=names.check("group", options.get("group", DEFAULT_GROUP)),
             start=parse_bound("startingOffsets", options.get("startingOffsets", EARLIEST), now),
             end=parse_bound("endingOffsets", options.get("endingOffsets", LATEST), now),
@@ -129,16 +142,22 @@ def _path(given: str) -> str:
     return f"/{unquote(rest)}"
 
 
-def _columns(given: str | None) -> tuple[str, ...]:
-    if given is None:
-        return tuple(COLUMNS)
-    columns = tuple(part.strip() for part in given.split(","))
+def _filter(where: str | None, tags: str | None) -> FilterTerms | None:
+    """The filter of the options, checked."""
+    terms = filter_terms(where, None if tags is None else [tag.strip() for tag in tags.split(",")])
+    return None if terms is None else compile_filter(terms).terms
+
+
+def _columns(given: str | None, headers: Mapping[str, object]) -> tuple[str, ...]:
+    """The named columns; headers that are not named come last."""
+    columns = tuple(COLUMNS) if given is None else tuple(part.strip() for part in given.split(","))
     for column in columns:
-        if column not in COLUMNS:
-            raise InvalidArgument(f"unknown column {column!r}; the columns are {', '.join(COLUMNS)}")
+        if column not in COLUMNS and column not in headers:
+            known = ", ".join((*COLUMNS, *headers))
+            raise InvalidArgument(f"unknown column {column!r}; the columns are {known}, and those of option 'headers'")
     if len(set(columns)) < len(columns):
         raise InvalidArgument(f"columns {given!r} name a column twice; remove one")
-    return columns
+    return columns + tuple(column for column in headers if column not in columns)
 
 
 def _number(options: Mapping[str, str], name: str) -> int | None:

@@ -6,8 +6,8 @@ frames without a header block are decoded row by row, and only if the query read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -15,18 +15,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from plait.client.send.open_rows import hash_keys
 from plait.frame.columns import TAG_SEPARATOR, Column, check_text, check_times
 from plait.frame.header_block import HeaderBlock
 from plait.frame.run_tables import expand_runs
+from plait.frame.slicing import slice_mask
 from plait.frame.view import FrameView
 from plait.limits import KIB, LOGICAL_PARTITIONS, MIB
-from plait.model.logical_partitions import without_lps
 from plait.spark.archiving.array_views import viewed, viewed_schema
 from plait.spark.source import block_maps, header_columns
 from plait.spark.source.arrow_scalars import repeated
 from plait.spark.source.joined_frames import Frames, Offsets, nullable, validity
-from plait.storage.reading.log_chunks import ChunkPartition, WantedRows
+from plait.spark.source.row_picker import Picker
+from plait.spark.source.typed_headers import PREFIX, header_array
+from plait.storage.reading.log_chunks import ChunkPartition
 
 #: Frames are joined until they have this many rows, or this many bytes.
 BATCH_COUNT: Final = 8_192
@@ -35,6 +36,8 @@ BATCH_SIZE: Final = 4 * MIB
 #: cost more than another batch does.
 ALONE_COUNT: Final = 2_048
 ALONE_COLUMNS_MAX: Final = 2
+#: If at most one in so many rows of a frame is picked, these rows are copied before columns are built.
+SPARSE_SHARE: Final = 2
 #: A larger batch is passed to Spark in parts, so that Spark's memory for it stays bounded.
 BATCH_COUNT_MAX: Final = 65_536
 #: Frames of this average size are not joined if their rows are sorted afterwards anyway.
@@ -209,78 +212,35 @@ STORED_COLUMNS: Final[dict[str, SparkColumn]] = {
 }
 
 
-# --- rows that filters select -------------------------------------------------------------------
-
-
-class Picker:
-    """Selects the rows of a frame that may match a filter on keys or message ids, before any column is built.
-
-    Keys are found by their hashes, which every frame with keys has. Other keys with the same hash also pass: the filter
-    is applied again to the rows. The bits of a hash that hold the logical partition are ignored: a send that moved to
-    another partition has another logical partition there.
-    """
-
-    def __init__(self, wanted: WantedRows) -> None:
-        self._hashes = None if wanted.keys is None else without_lps(hash_keys(wanted.keys, len(wanted.keys)))
-        self._ids = wanted.message_ids
-
-    @classmethod
-    def of(cls, wanted: WantedRows) -> Picker | None:
-        """None: all rows match."""
-        return None if wanted.keys is None and wanted.message_ids is None else cls(wanted)
-
-    def rows(self, view: FrameView) -> npt.NDArray[np.bool_] | None:
-        """True for each row that may match; None: all rows may."""
-        picked: npt.NDArray[np.bool_] | None = None
-        if self._ids is not None:
-            picked = self._rows_by_id(view, self._ids)
-            if not picked.any():
-                return picked
-        if self._hashes is not None:
-            keyed = self._rows_by_key(view, self._hashes)
-            picked = keyed if picked is None else picked & keyed
-        return None if picked is None or picked.all() else picked
-
-    @staticmethod
-    def _rows_by_key(view: FrameView, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        if not view.has(Column.KEY_HASH):
-            return np.zeros(view.count, bool)
-        values = without_lps(view.values(Column.KEY_HASH))
-        found = values == hashes[0] if len(hashes) == 1 else np.isin(values, hashes)
-        return found if len(found) == view.count else np.full(view.count, bool(found.any()))
-
-    @staticmethod
-    def _rows_by_id(view: FrameView, ids: frozenset[tuple[int, int]]) -> npt.NDArray[np.bool_]:
-        picked = np.zeros(view.count, bool)
-        if view.has(Column.SELECTION):
-            producers, numbers = view.message_ids()
-        elif view.has(Column.RUNS):
-            runs = view.runs()
-            present = {int(producer) for producer in runs["producer"]}
-            if not any(producer in present for producer, _ in ids):
-                return picked
-            producers, numbers = expand_runs(runs)
-        else:
-            for producer, number in ids:
-                if producer == view.producer and view.first <= number < view.first + view.count:
-                    picked[number - view.first] = True
-            return picked
-        for producer, number in ids:
-            picked |= (producers == np.uint64(producer)) & (numbers == np.uint64(number))
-        return picked
-
-
 # --- batches ------------------------------------------------------------------------------------
 
 
+Builders = Mapping[str, Callable[[Frames], pa.Array]]
+
+
+def source_builders(schema: pa.Schema) -> Builders:
+    """The builders of columns of the source, and of headers as columns."""
+    return {
+        field.name: COLUMNS[field.name].build
+        if field.name in COLUMNS
+        else partial(header_array, name=field.name.removeprefix(PREFIX), kind=field.type)
+        for field in schema
+    }
+
+
 def record_batches(
-    frames: Iterable[tuple[ChunkPartition, FrameView]], schema: pa.Schema, group: str, picker: Picker | None = None
+    frames: Iterable[tuple[ChunkPartition, FrameView]],
+    schema: pa.Schema,
+    group: str,
+    picker: Picker | None = None,
+    columns: Builders | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Batches with the columns of ``schema`` and the rows within the bounds of the partitions.
 
     The rows are in the order of the frames. A ``picker`` excludes rows that cannot match the filters.
     """
-    builders = [(COLUMNS.get(name) or STORED_COLUMNS[name]).build for name in schema.names]
+    known = columns or {name: column.build for name, column in STORED_COLUMNS.items()}
+    builders = [known[name] for name in schema.names]
     alone_count = ALONE_COUNT if len(builders) <= ALONE_COLUMNS_MAX else BATCH_COUNT
     members: list[tuple[ChunkPartition, FrameView]] = []
     count = size = 0
@@ -291,7 +251,11 @@ def record_batches(
             picked = picker.rows(view)
             if picked is not None and not picked.any():
                 continue
-        within = partition.start <= view.base and view.base + view.count <= partition.end
+            if picked is not None and np.count_nonzero(picked) * SPARSE_SHARE <= len(picked):
+                # Columns are built for the picked rows only.
+                member, picked = (partition, FrameView(slice_mask(view, picked).tobytes())), None
+                view = member[1]
+        within = partition.start <= view.base and view.end <= partition.end
         if not within or picked is not None or view.has(Column.SELECTION):
             if members:
                 yield from _batch(Frames(members, group), builders, schema)
@@ -299,13 +263,32 @@ def record_batches(
             yield from _rows_of(Frames([member], group), builders, schema, picked)
             continue
         members.append(member)
-        count += member[1].count
+        count += view.count
         size += view.size + view.inflated_size
         if count >= BATCH_COUNT or size >= BATCH_SIZE or (len(members) == 1 and count >= alone_count):
             yield from _batch(Frames(members, group), builders, schema)
             members, count, size = [], 0, 0
     if members:
         yield from _batch(Frames(members, group), builders, schema)
+
+
+def joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows with small batches joined: those that a filter leaves of frames."""
+    waiting: list[pa.RecordBatch] = []
+    count = size = 0
+    for batch in batches:
+        waiting.append(batch)
+        count += batch.num_rows
+        size += batch.nbytes
+        if count >= ALONE_COUNT or size >= BATCH_SIZE:
+            yield _one(waiting)
+            waiting, count, size = [], 0, 0
+    if waiting:
+        yield _one(waiting)
+
+
+def _one(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
 def one_batch(members: Sequence[tuple[ChunkPartition, FrameView]], schema: pa.Schema, group: str) -> pa.RecordBatch:

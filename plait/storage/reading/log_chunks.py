@@ -23,6 +23,7 @@ from plait.frame.header import PREFIX, SEQUENCE_MAX, TIME_MAX
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.model import names
+from plait.model.filter_terms import FilterTerms
 from plait.storage.catalog import PartitionRow
 from plait.storage.checkpoint import LoadedCheckpoint
 from plait.storage.disk import Disk
@@ -60,6 +61,8 @@ class WantedRows:
     #: Rows with these keys, and rows with these ids (producer, producer sequence); None: all.
     keys: frozenset[str] | None = None
     message_ids: frozenset[tuple[int, int]] | None = None
+    #: Rows that match; None: all. It does not change which frames are wanted.
+    filter: FilterTerms | None = None
 
     @classmethod
     def of_subjects(cls, subjects: Iterable[str]) -> WantedRows:
