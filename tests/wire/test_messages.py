@@ -55,7 +55,7 @@ GOLDEN: list[tuple[m.PacketHead, str]] = [
     ),
     (m.DetachRequest(1), "9101"),
     (m.ReadRequest("s", "latest", 10, 1000, 0.5), "96a173a66c61746573740acd03e8cb3fe0000000000000c0"),
-    (m.ReadReply(1, "s", 10), "9401a1730ac2"),
+    (m.ReadReply(1, "s", 10), "9501a1730ac290"),
     (m.AdminRequest("subject.list", {}), "92ac7375626a6563742e6c69737480"),
     (m.AdminReply(msgspec.Raw(b"\x90")), "9190"),
     (m.LeaseRequest(1, [(0, 512, 7, 9)], [5], [6], 8), "9501919400cd020007099105910608"),
