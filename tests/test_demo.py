@@ -45,6 +45,11 @@ def test_a_small_demo_loses_no_message_and_leaves_no_files(tmp_path: Path):
         r"failed 3 times became a dead letter \(ValueError: amount 'five' is not a number \(.*invoice\)\)", out
     )
     assert "45 database transactions with an outbox row were committed" in out
+    assert "got the 50 messages that match; the node left out 950 others" in out
+    assert (
+        "a transaction sent to order.placed and stock.reserved: nothing was visible before its commit, all 2 messages"
+        in out
+    )
     delays = re.search(
         r"(\d+) delayed messages arrived [\d.]+ ms after their due time .*, none early; (\d+) were cancelled", out
     )
@@ -74,12 +79,12 @@ def check_pipeline(out: str) -> None:
     """Check that Spark counted, archived and audited every message that was sent."""
     assert "Spark counted 12,000 messages of 3,000 orders" in out
     archived = re.search(r"archived ([\d,]+) messages and [\d,]+ events in [\d,]+ files", out)
-    audited = re.search(r"audited ([\d,]+) messages of 6 subjects in 7 groups: [\d,]+ acks, .* 1 dead letters", out)
+    audited = re.search(r"audited ([\d,]+) messages of 9 subjects in 10 groups: [\d,]+ acks, .* 1 dead letter", out)
     assert archived is not None
     assert audited is not None
-    # Includes the ordered, failed, dead, delayed and outbox messages.
+    # Includes the ordered, failed, dead, delayed, outbox, filtered and transacted messages.
     assert archived[1] == audited[1]
-    assert int(archived[1].replace(",", "")) >= 12_000 + 1_200 + 200 + 1 + 900 + 45
+    assert int(archived[1].replace(",", "")) >= 12_000 + 1_200 + 200 + 1 + 900 + 45 + 1_000 + 2
     assert re.search(r"history of order-0-0 in \d+ ms, without Java: created, paid, pushed, done", out)
 
 

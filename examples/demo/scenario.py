@@ -17,17 +17,15 @@ from rich import box
 from rich.table import Table
 
 import plait
-from examples.demo.dead import show_dead_letter
-from examples.demo.delayed import show_delays
 from examples.demo.desk import OrderedResult
-from examples.demo.failing import FAILURES, show_retries
+from examples.demo.features import show_features
 from examples.demo.ledger import GroupResult, Ledger
 from examples.demo.ordered import LEASE_SECONDS, Ordered
 from examples.demo.orders import HANDLED, STEPS, SUBJECT
-from examples.demo.outbox_rows import show_outbox
 from examples.demo.processes import Child, Children, DemoFailed
 from examples.demo.screen import Screen
 from plait.cli.serving.child_process import OwnNode
+from plait.model.names import counted
 
 #: Group → number of consumers. One consumer of the first group is killed.
 SHARED, ALONE = "billing", "audit"
@@ -113,10 +111,8 @@ class Demo:
         async with plait.connect(node.address) as client:
             await self._start(client, node.address)
             await self._kill_one(client, node.address)
-            await self._retry(node.address)
-            await self._die(node.address)
-            await self._delay(node.address)
-            await self._relay(node.address)
+            async for text in show_features(node.address, self._directory):
+                screen.event(text)
             await self._until(lambda: sum(self._sent.values()) == plan.total, "the producers to finish")
             screen.event(f"producers done: {plan.total:,} sends acknowledged")
             await self._until(lambda: all(ledger.complete for ledger in self._ledgers.values()), "the groups")
@@ -207,37 +203,6 @@ class Demo:
         )
         await self._consumer(address, SHARED, CONSUMERS[SHARED])
 
-    async def _retry(self, address: str) -> None:
-        found = await show_retries(address)
-        found.check()
-        self._screen.event(
-            f"a handler failed {FAILURES} times on each of {found.messages:,} messages, each redelivered when due: "
-            f"{found.calls:,} calls, none early, all done"
-        )
-
-    async def _die(self, address: str) -> None:
-        letter = await show_dead_letter(address)
-        self._screen.event(
-            f"a message that failed {letter.attempts} times became a dead letter ({letter.reason}); "
-            "the handler was fixed, the letter resent and handled"
-        )
-
-    async def _delay(self, address: str) -> None:
-        found = await show_delays(address)
-        found.check()
-        self._screen.event(
-            f"{found.messages:,} delayed messages arrived {found.p50:.1f} ms after their due time "
-            f"(p99 {found.p99:.1f} ms), none early; {found.cancelled} were cancelled and did not arrive"
-        )
-
-    async def _relay(self, address: str) -> None:
-        found = await show_outbox(address, self._directory)
-        found.check()
-        self._screen.event(
-            f"{len(found.committed)} database transactions with an outbox row were committed, and each message was "
-            f"handled once, in order; {found.rolled_back} rolled back ones sent nothing"
-        )
-
     async def _stop_consumers(self) -> None:
         for child in (child for children in self._consumers.values() for child in children):
             code = await child.end()
@@ -279,9 +244,10 @@ class Demo:
             show(f"archived {value['messages']:,} messages and {value['events']:,} events in {value['files']} files")
             self._look_up()
         else:
+            dead = counted(value["dead"], "dead letter")
             show(
                 f"audited {value['messages']:,} messages of {value['subjects']} subjects in {value['groups']} groups: "
-                f"{value['acked']:,} acks, {value['redelivered']:,} redelivered, {value['dead']} dead letters"
+                f"{value['acked']:,} acks, {value['redelivered']:,} redelivered, {dead}"
             )
         return results
 
