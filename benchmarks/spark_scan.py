@@ -14,13 +14,14 @@ Comparisons with Parquet:
 Comparisons of the source with itself:
 
 - *broker*: the query of *body* through the broker, compared with the same query on its files.
+- *filters*: a scan of the 1 % of messages with a certain header, compared with a full read and Spark's filter
+  (``spark_filters.py``).
 - *beside*: how fast another client sends to the broker during a scan with ``bytesPerSecond``, compared with how fast it
   sends alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import statistics
@@ -37,8 +38,10 @@ import uvloop
 import plait
 import plait.spark
 import plait.sync
+from benchmarks import spark_filters
 from benchmarks.plait_server import PlaitServer
 from benchmarks.result import Result, median_ratio
+from benchmarks.spark_filters import cpu_seconds
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -114,10 +117,10 @@ class Scans:
 
     def rate(self, frame: DataFrame, query: list[str], used: list[float]) -> float:
         """Rows per second; checks the answer, and appends the CPU seconds of Java and its workers to ``used``."""
-        before, started = _cpu_seconds(), time.perf_counter()
+        before, started = cpu_seconds(), time.perf_counter()
         row = frame.selectExpr(*query).collect()[0]
         seconds = time.perf_counter() - started
-        used.append(_cpu_seconds() - before)
+        used.append(cpu_seconds() - before)
         if row[0] != self._count or row[1] != self._count * self._size:
             raise RuntimeError(f"counted {row[0]} rows of {row[1]} bytes, sent {self._count} of {self._size} each")
         return self._count / seconds
@@ -223,16 +226,6 @@ class Scans:
         }
 
 
-def _cpu_seconds() -> float:
-    """CPU seconds of all descendants of this process so far."""
-    seconds = 0.0
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            used = process.cpu_times()
-            seconds += used.user + used.system
-    return seconds
-
-
 def run(count: int = 4_000_000, pairs: int = 7, size: int = BODY_SIZE) -> dict[str, Any]:
     """Run all comparisons; a ratio above one means that the first side is faster."""
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as root, PlaitServer(data=Path(root, "data")) as server:
@@ -252,6 +245,7 @@ def run(count: int = 4_000_000, pairs: int = 7, size: int = BODY_SIZE) -> dict[s
                 figures["body_unsaid"] = scans.compare(None, BODY_QUERY, pairs)
                 figures["all"] = scans.compare(None, ALL_QUERY, pairs)
                 figures["beside"] = scans.beside(pairs)
+                figures["filters"] = spark_filters.compare(spark, server, Path(root, "archive"), count, pairs)
             return figures
         finally:
             spark.stop()
@@ -268,6 +262,9 @@ def results(smoke: bool) -> Iterator[Result]:
         if "beside" in figures:
             beside = figures["beside"]
             yield Result("sending beside a paced Spark scan / alone", beside["ratio"], BESIDE_BAR, details=beside)
+            for kind, bar in spark_filters.BARS.items():
+                found = figures["filters"][kind]
+                yield Result(f"Spark scan of 1 % ({kind}) / Spark's own filter", found["ratio"], bar, details=found)
 
 
 if __name__ == "__main__":
