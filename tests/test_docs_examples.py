@@ -13,10 +13,11 @@ from plait.testing import EmbeddedBroker
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 ADDRESS = "plait://127.0.0.1:7450"
+PAGES = ["sending", "consuming", "filters", "app", "ordered", "groups", "recurring", "transactions", "outbox", "query"]
 #: Examples with an address are complete programs and run unchanged.
 EXAMPLES = {
     f"{page}-{number}": source
-    for page in ("sending", "consuming", "app", "ordered", "outbox", "query")
+    for page in PAGES
     for number, source in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL))
     if "import plait" in source
 }
@@ -36,4 +37,4 @@ async def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 13
+    assert len(EXAMPLES) == 19

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from plait.filter.message_filter import compile_filter
 from plait.limits import FILTER_NODES_MAX
 from plait.model.filter_terms import filter_terms
 from plait.testing import EmbeddedBroker, ManualClock
+from plait.testing.embedded_broker import BlockingBroker
 from tests.filter.test_conditions import Draw, frame_of
 from tests.frame.samples import small_blocks
 
@@ -455,3 +457,15 @@ def test_spark_gives_the_same_rows_with_and_without_filters_in_the_source(spark:
         assert {bytes(row.body) for row in frame.collect()} == expected
     tagged = load().where(F.array_contains("tags", "new"))
     assert load(tags="new").count() == tagged.count() > 0
+
+
+def test_the_examples_of_the_documentation_run(
+    spark: SparkSession, plait_broker: BlockingBroker, client: plait.sync.Client
+):
+    client.send("order.book", b"1", tags=["new"], headers={"city": "BJS", "amount": 100})
+    client.send("order.book", b"2", tags=["old"], headers={"city": "BJS", "amount": 99})
+    page = (Path(__file__).parents[2] / "docs" / "spark.md").read_text()
+    examples = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "assert" in each]
+    assert len(examples) == 2
+    for source in examples:
+        exec(source.replace("plait://127.0.0.1:7450", plait_broker.address), {"spark": spark})
