@@ -7,12 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from plait.broker.partitions.partition import ReadBatch
+from plait.broker.partitions.partition import Partition, ReadBatch
 from plait.clock import ManualClock
 from plait.filter import scan_budget
 from plait.filter.message_filter import Filter, compile_filter
+from plait.frame import FrameView
 from plait.limits import FILTER_SCAN_SECONDS
 from plait.model.filter_terms import FilterTerms
+from plait.storage.logs.consume_log import Record
+from plait.storage.logs.log import Log
 from tests.support.broker_node import Node, Producer, rows_of
 
 encode = msgspec.msgpack.Encoder().encode
@@ -136,7 +139,23 @@ def test_a_read_of_expired_rows_ends_at_the_end():
     partition = node.partition("orders")
     partition.start = 5
     [batch] = read(node, NOTHING)
-    assert (batch.end, batch.full) == (5, False)
+    assert (batch.end, batch.full, batch.damaged) == (5, False, [(0, 5)])
+
+
+def test_a_read_names_the_rows_that_are_expired_or_damaged(monkeypatch: pytest.MonkeyPatch):
+    node, _ = filled(10)
+    partition = node.partition("orders")
+    partition.start = 2
+    shipped = Partition.frame
+
+    def damaged(self: Partition, log: Log, record: Record, trusted: bool) -> FrameView | None:
+        return None if record.base == 6 else shipped(self, log, record, trusted)
+
+    monkeypatch.setattr(Partition, "frame", damaged)
+    for where, numbers in (("amount > 0", [2, 3, 4, 5, 7, 8, 9]), ("amount = 8", [8])):
+        [batch] = read(node, where)
+        assert (numbers_of(batch), batch.end, batch.damaged) == (numbers, 10, [(0, 2), (6, 7)])
+        node.turn()
 
 
 def test_a_budget_is_renewed():

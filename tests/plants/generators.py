@@ -136,6 +136,13 @@ def _archivers(seed: int) -> None:
 archivers_plants: list[Callable[..., None]] = []
 
 
+def _pushed_filters(seed: int) -> None:
+    # Imported late: Spark's classes take a second.
+    from tests.spark.pushed_filters import check_pushed_filters
+
+    check_pushed_filters(seed)
+
+
 def _outbox(seed: int) -> None:
     RelayWorld(seed).run()
 
@@ -160,6 +167,7 @@ BROKER_LIVES = Generator("lives of a broker", _lives, 20)
 REMOVED_FILES = Generator("lives whose files are removed", _removed_files, 8)
 OVERWRITTEN_FILES = Generator("lives whose files are overwritten", _overwritten_files, 8)
 ARCHIVERS = Generator("archivers", _archivers, 60)
+PUSHED_FILTERS = Generator("filters of Spark", _pushed_filters, 40)
 OUTBOX = Generator("simulated outbox", _outbox, 60)
 
 

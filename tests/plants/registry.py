@@ -18,6 +18,7 @@ from tests.outbox import relay_defects
 from tests.plants import generators
 from tests.plants.generators import Generator
 from tests.sim import ordered_defects, world_defects
+from tests.spark import source_defects
 from tests.support import broker_defects, transaction_defects
 from tests.support import ordered_defects as model_defects
 
@@ -65,6 +66,8 @@ PLANTS: list[Plant] = [
     Plant(filter_defects.leave_out_what_has_no_room, generators.WORLDS, (10,)),
     Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (16,)),
     Plant(filter_defects.record_nothing_that_is_left_out, generators.FILTER_MODEL, (2,)),
+    Plant(source_defects.negate_what_is_true_of_null, generators.PUSHED_FILTERS, (1, 4)),
+    Plant(source_defects.compare_every_double_exactly, generators.PUSHED_FILTERS, (4,)),
     # Storage.
     Plant(broker_defects.trust_the_page_cache, generators.CRASH_POINTS),
     Plant(broker_defects.define_partitions_once, generators.CRASH_POINTS),

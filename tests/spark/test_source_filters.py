@@ -29,16 +29,12 @@ from pyspark.sql.datasource import (
     EqualTo,
     Filter,
     GreaterThan,
-    GreaterThanOrEqual,
     In,
     IsNotNull,
     IsNull,
     LessThan,
-    LessThanOrEqual,
     Not,
     StringContains,
-    StringEndsWith,
-    StringStartsWith,
 )
 from pyspark.sql.types import IntegerType, StringType, StructType
 
@@ -49,22 +45,11 @@ from plait.spark.inputs.parquet_files import OpenFile
 from plait.spark.source.data_source import PlaitDataSource
 from plait.spark.source.filters import condition_of, joined_filter
 from tests.spark.archives import archive_here, damage, run_here
+from tests.spark.pushed_filters import HEADERS, KINDS, TAGS, compare_pushed, drawn_rows
 from tests.spark.support import Stream, batch_reader, bodies, fill, rows_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-#: Besides those of ``Draw``: values whose types and limits differ from row to row.
-MIXED = (
-    *(None, None, "", "BJS", "größe 50%", "5", "true", 0, 5, -7, True, False, 1.5, 5.0, -0.0, float("nan")),
-    *(float("inf"), (1 << 53) + 1, (1 << 63) - 1, -(1 << 63), 1 << 63, (1 << 64) - 1, float(1 << 53)),
-)
-TAGS = ("new", "big", "größer", "newer")
-HEADERS = (
-    "city:string, mixed:string, amount:bigint, id:long, any:bigint, price:double, vip:boolean, a b:double, x:string"
-)
-KINDS = dict.fromkeys(("city", "mixed", "x"), "string") | dict.fromkeys(("amount", "id", "any"), "bigint")
-KINDS |= {"price": "double", "a b": "double", "vip": "boolean"}
 
 
 class Sent(NamedTuple):
@@ -92,12 +77,7 @@ def sent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Messages in frames with header blocks, with maps, and compressed; with names that no column has."""
     draw, chance, root = Draw(7), random.Random(7), tmp_path_factory.mktemp("filters")
     count = 700
-    rows = []
-    for _ in range(count):
-        row = draw.row() | {name: v for name in ("any", "a b") if (v := chance.choice(MIXED)) is not None}
-        if request.param == "many names":
-            row |= {f"n{chance.randrange(90)}": chance.choice((1, "x"))}
-        rows.append(row if chance.random() < 0.9 else {})
+    rows = drawn_rows(draw, chance, count, many_names=request.param == "many names")
     tags = [chance.sample(TAGS, chance.randrange(3)) for _ in range(count)]
     keys = [chance.choice((None, f"order-{chance.randrange(9)}", "größe")) for _ in range(count)]
     with EmbeddedBroker(root / "data") as broker, pytest.MonkeyPatch.context() as patch:
@@ -211,79 +191,12 @@ def test_a_schema_may_have_header_columns(sent: Sent):
 
 # --- filters that Spark pushes down -------------------------------------------------------------
 
-OPERATORS: dict[type[Filter], Callable[[Any, Any], bool]] = {
-    EqualTo: lambda a, b: a == b,
-    GreaterThan: lambda a, b: a > b,
-    GreaterThanOrEqual: lambda a, b: a >= b,
-    LessThan: lambda a, b: a < b,
-    LessThanOrEqual: lambda a, b: a <= b,
-    StringStartsWith: lambda a, b: a.startswith(b),
-    StringEndsWith: lambda a, b: a.endswith(b),
-    StringContains: lambda a, b: b in a,
-    In: lambda a, b: a in b,
-}
-
-
-def holds(row: dict[str, Any], pushed: Any) -> bool | None:
-    """What Spark says of a row; None: unknown."""
-    if isinstance(pushed, Not):
-        inner = holds(row, pushed.child)
-        return None if inner is None else not inner
-    value = row[pushed.attribute[0]]
-    if isinstance(pushed, IsNull | IsNotNull):
-        return (value is None) == isinstance(pushed, IsNull)
-    if isinstance(pushed, EqualNullSafe):
-        return bool(value == pushed.value)
-    return None if value is None else OPERATORS[type(pushed)](value, pushed.value)
-
-
-class Pushed:
-    """Draws filters as Spark pushes them."""
-
-    def __init__(self, seed: int) -> None:
-        self._draw = random.Random(f"{seed} pushed")
-
-    def value(self, kind: str) -> Any:
-        draw = self._draw
-        if kind == "string":
-            return draw.choice(("BJS", "B", "größe", "", "50%", "a_b", "'", "!", "S"))
-        if kind == "boolean":
-            return draw.random() < 0.5
-        if kind == "bigint":
-            return draw.choice((0, 1, 5, -7, 1000, (1 << 63) - 1, -(1 << 63), (1 << 53) + 1))
-        return draw.choice((0.0, 0.5, 5.0, -1.25, float(1 << 53), 1e300, float("inf"), -0.0, 1e-7))
-
-    def filter(self) -> Filter:
-        draw = self._draw
-        name, kind = draw.choice([*((f"header_{name}", kind) for name, kind in KINDS.items()), ("key", "string")])
-        attribute = (name,)
-        if draw.random() < 0.25:
-            return draw.choice((IsNull, IsNotNull))(attribute)
-        kinds = [EqualTo, EqualNullSafe, GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual, In]
-        kinds += [StringStartsWith, StringEndsWith, StringContains] if kind == "string" else []
-        chosen: Any = draw.choice(kinds)
-        value: Any = tuple(self.value(kind) for _ in range(3)) if chosen is In else self.value(kind)
-        if chosen is EqualNullSafe and draw.random() < 0.3:
-            value = None
-        found: Filter = chosen(attribute, value)
-        return Not(found) if draw.random() < 0.3 else found
-
 
 @PLACES
 def test_generated_filters_give_the_rows_of_an_unfiltered_read(sent: Sent, place: str, seed: int):
-    options = {"columns": "body,key", "headers": HEADERS, **sent.places[place]}
-    every, draw = rows_of(batch_reader(**options)), Pushed(seed)
-    skipped = 0
-    for _ in range(60):
-        pushed = [draw.filter() for _ in range(2)]
-        reader = batch_reader(**options)
-        assert list(reader.pushFilters(pushed)) == pushed
-        found = rows_of(reader)
-        expected = [row for row in every if all(holds(row, each) is True for each in pushed)]
-        assert [row for row in found if all(holds(row, each) is True for each in pushed)] == expected, pushed
-        skipped += len(every) - len(found)
+    skipped = compare_pushed(seed, 60, **sent.places[place])
     # Most of the rows that do not match are not read.
-    assert skipped > 60 * len(every) // 3
+    assert skipped > 60 * len(sent.rows) // 3
 
 
 SCHEMA = pa.schema(
