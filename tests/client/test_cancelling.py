@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import plait
+from plait.client.net.node import ConsumerSession
 from plait.testing import EmbeddedBroker
 from tests.client.support import PATIENCE_SECONDS, fetch_all, numbers, send
 from tests.support.cancelling import every_step, no_new_tasks
@@ -75,6 +76,26 @@ async def test_a_cancelled_open_of_a_consumer_leaves_no_member(
                 await consumer.close()
             assert outcome.cancelled or outcome.error is None
             assert await rest(other, subject, 5, **kind) == list(range(5))
+
+
+async def test_a_close_during_an_attach_leaves_no_session(timed_broker: EmbeddedBroker) -> None:
+    async with timed_broker.connect() as client:
+        for turns in range(5):
+            consumer = await client.consumer("s", group="g").__aenter__()
+            [pulls] = consumer._fetcher.clients
+            assert pulls.session is not None
+            link, request = pulls.session.link, pulls.terms.attach_request("s", 0, [], 0)
+            pulls.session.end()
+            pulls.lost()
+            # The reply to the next attach is late.
+            transport: Any = link._transport
+            transport.pause_reading()
+            asyncio.get_running_loop().call_later(0.01, transport.resume_reading)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await consumer.close()
+            # The next one with the same client id is accepted at once.
+            (await ConsumerSession.start(link, request)).end()
 
 
 async def test_a_client_can_be_opened_after_a_cancelled_open(broker: EmbeddedBroker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,6 +33,14 @@ async def test_one_heartbeat_names_all_members_of_a_client(cluster: Cluster) -> 
         assert cluster.meta.heartbeats[-1].affinity == [("s", "two")]
     assert cluster.meta.heartbeats[-1].leaving
     assert cluster.meta.heartbeats[-1].client == "a"
+
+
+async def test_the_meta_server_learns_of_a_leaving_member_while_another_one_ends(cluster: Cluster) -> None:
+    async with cluster.connect(client_id="a") as client, client.consumer("s", group="one", ordered=True) as consumer:
+        never: Any = client.consumer("s", group="two", ordered=True)._fetcher
+        member: Any = consumer._fetcher
+        await asyncio.gather(member._heartbeats.leave(member), member._heartbeats.leave(never))
+        assert cluster.meta.heartbeats[-1].leaving
 
 
 async def test_members_keep_their_shares_without_a_meta_server(cluster: Cluster) -> None:

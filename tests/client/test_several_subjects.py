@@ -299,6 +299,23 @@ async def test_a_cancelled_close_returns_the_rows_of_all_subjects(timed_broker: 
                 assert len(await bodies(rest, 2)) == 2
 
 
+async def test_a_subject_joins_once_its_client_id_is_free(
+    broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    matched = SeveralFetcher._matched
+    monkeypatch.setattr(SeveralFetcher, "_matched", lambda *_: None)
+    async with (
+        broker.connect(client_id="twin") as client,
+        broker.connect(client_id="twin") as other,
+        client.consumer("a.*", group="g") as consumer,
+    ):
+        async with other.consumer("a.1", group="g"):
+            matched(consumer._fetcher, ["a.1"])  # type: ignore[arg-type]
+            await until(lambda: "already attached" in caplog.text)
+        await client.send("a.1", b"x")
+        assert await bodies(consumer, 1) == [("a.1", b"x")]
+
+
 def test_patterns_cover_and_overlap() -> None:
     patterns = SubjectPatterns.of(["a", "b.*"])
     assert [name for name in ("a", "a.1", "b", "b.", "b.c", "%b.x") if patterns.covers(name)] == ["a", "b.", "b.c"]

@@ -1,15 +1,25 @@
-"""Attaching a consumer to the partitions of a subject: all at once, and at least one."""
+"""Attaching a consumer to the partitions of a subject: all at once, and at least one; the rows that it still holds."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection
 from typing import Protocol
 
 from plait import tasks
+from plait.client.consume.delivered import Deliveries
+from plait.client.consume.failure import EpochRange
+from plait.client.consume.row_runs import merged
+from plait.client.net.node import ConsumerSession
 from plait.client.net.router import Router, SubjectRoute
-from plait.errors import Unavailable
-from plait.limits import ClientLimits
+from plait.client.types import PartitionName
+from plait.errors import PlaitError, Unavailable
+from plait.limits import REQUEST_RANGES_MAX, ClientLimits
+from plait.wire.link import Link
+from plait.wire.messages import AttachRequest
+
+log = logging.getLogger("plait.client")
 
 
 class AttachingPartition(Protocol):
@@ -19,6 +29,43 @@ class AttachingPartition(Protocol):
     def session(self) -> object | None: ...
 
     async def attach_first(self, seconds: float) -> None: ...
+
+
+class StartingSession:
+    """An attach request that goes on when its caller is cancelled: the next attach or the end takes its session."""
+
+    def __init__(self) -> None:
+        self._reply: asyncio.Future[ConsumerSession] | None = None
+
+    async def session(self, link: Link, request: AttachRequest) -> ConsumerSession:
+        """Send the request, unless the reply to one is still due."""
+        if self._reply is None:
+            self._reply = ConsumerSession.start(link, request)
+        try:
+            session = await asyncio.shield(self._reply)
+        except PlaitError:
+            self._reply = None
+            raise
+        self._reply = None
+        return session
+
+    async def last(self, seconds: float, *, ends: bool) -> ConsumerSession | None:
+        """The session that an attach has left. With ``ends`` it ends by itself if it starts after ``seconds``.
+
+        Until it has ended, the broker refuses another consumer with the same client id.
+        """
+        reply = self._reply
+        if reply is None:
+            return None
+        await asyncio.wait([reply], timeout=seconds)
+        if not reply.done() and ends:
+            reply.add_done_callback(_end)
+        return reply.result() if reply.done() and reply.exception() is None else None
+
+
+def _end(late: asyncio.Future[ConsumerSession]) -> None:
+    if late.exception() is None:
+        late.result().end()
 
 
 async def first_route(router: Router, subject: str, creates: bool, deadline: float) -> SubjectRoute:
@@ -64,3 +111,20 @@ async def attach_some(clients: Collection[AttachingPartition], limits: ClientLim
         for task in attaching:
             task.cancel()
         await asyncio.gather(*attaching, return_exceptions=True)
+
+
+def open_ranges(deliveries: Deliveries) -> list[EpochRange]:
+    return merged([piece for delivered in deliveries.open for piece in delivered.open_ranges()])
+
+
+def limited(holds: list[EpochRange], partition: PartitionName) -> list[EpochRange]:
+    """As many of the ranges as an attach request takes; warns if some are left out."""
+    if len(holds) > REQUEST_RANGES_MAX:
+        log.warning(
+            "%s: the messages being handled form %d separate ranges, and an attach request takes %d; "
+            "the other messages may be delivered again",
+            partition,
+            len(holds),
+            REQUEST_RANGES_MAX,
+        )
+    return holds[:REQUEST_RANGES_MAX]

@@ -24,7 +24,6 @@ from plait.client.consume.row_runs import (
     attempts_of,
     first_outcomes,
     mask_runs,
-    merged,
     rows_of,
     runs_in,
 )
@@ -293,19 +292,6 @@ class DeliveredFrame:
 Piece = tuple[DeliveredFrame, int, int]
 #: Ranges by the frame that delivered the rows; under None: plain sequence ranges, valid without a frame's tag.
 RangesByFrame = dict[DeliveredFrame | None, list[EpochRange]]
-
-
-def flat(found: RangesByFrame) -> tuple[list[EpochRange], list[int]]:
-    """All ranges, and the tag of each; no tags if all are 0."""
-    ranges: list[EpochRange] = []
-    tags: list[int] = []
-    for frame, several in found.items():
-        joined = merged(several) if len(several) > 1 else several
-        if frame is not None:
-            joined = frame.widened(joined)
-        ranges += joined
-        tags += [0 if frame is None else frame.tag] * len(joined)
-    return ranges, tags if any(tags) else []
 
 
 class Deliveries:

@@ -19,7 +19,8 @@ import numpy as np
 from plait import tasks
 from plait.client.consume.ack_collector import AckCollector
 from plait.client.consume.ack_spool import AckSpool
-from plait.client.consume.delivered import DeliveredFrame, Deliveries, Piece
+from plait.client.consume.attaching import StartingSession, limited, open_ranges
+from plait.client.consume.delivered import DeliveredFrame, Piece
 from plait.client.consume.failure import UNBEGUN, EpochRange
 from plait.client.consume.outcomes import split_nack
 from plait.client.consume.row_runs import merged
@@ -72,6 +73,7 @@ class PullClient:
         self._task: asyncio.Task[None] | None = None
         #: None: not attached.
         self.session: ConsumerSession | None = None
+        self._starting = StartingSession()
         #: The secret with which an ordered consumer resumes its locks; 0: none.
         self._token = 0
         #: ``leave`` ends the session at the broker at once; False: it ends when its lease expires.
@@ -82,8 +84,7 @@ class PullClient:
         #: True if the route no longer names the partition.
         self.retiring = False
         #: Pulls in flight, and the rows they request.
-        self.pulls = 0
-        self.asked = 0
+        self.pulls = self.asked = 0
         #: The number of the last pull.
         self._pull_number = 0
         #: True if the last pull left rows at the broker.
@@ -111,7 +112,7 @@ class PullClient:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        session = self.session
+        session = self.session or await self._starting.last(self._limits.request_seconds, ends=self.detaches)
         if session is not None and not session.link.closed:
             try:
                 async with asyncio.timeout(self._limits.request_seconds):
@@ -152,22 +153,24 @@ class PullClient:
                     continue
                 await asyncio.sleep(self._limits.reconnect_first_seconds)
                 await self.fetcher.refresh_route()
+                if self.fetcher.error is not None:
+                    raise self.fetcher.error from None
                 route = self.fetcher.router.known(self.terms.subject)
                 if route is not None and self.partition not in route.partitions:
                     raise
 
     def _holds(self) -> list[EpochRange]:
         """The rows that the consumer still holds, as at most ``REQUEST_RANGES_MAX`` ranges."""
-        holds = _open_ranges(self.deliveries)
+        holds = open_ranges(self.deliveries)
         if len(holds) > REQUEST_RANGES_MAX:
             self._drop_unbegun()
-            holds = _open_ranges(self.deliveries)
-        return _limited(holds + merged(self.collector.unsent), self.partition)
+            holds = open_ranges(self.deliveries)
+        return limited(holds + merged(self.collector.unsent), self.partition)
 
     async def _attach(self, link: Link) -> None:
         terms = self.terms.with_filter_of(self.fetcher.terms)
         request = terms.attach_request(self.partition.name, self._partition_id, self._holds(), self._token)
-        session = await ConsumerSession.start(link, request)
+        session = await self._starting.session(link, request)
         if self._partition_id not in (0, session.reply.partition):
             # The subject was deleted and created again: drop its old messages and their outcomes.
             self.collector.forget()
@@ -352,23 +355,6 @@ class PullClient:
 
     def failed(self, error: PlaitError) -> None:
         self.fetcher.fail(error)
-
-
-def _open_ranges(deliveries: Deliveries) -> list[EpochRange]:
-    return merged([piece for delivered in deliveries.open for piece in delivered.open_ranges()])
-
-
-def _limited(holds: list[EpochRange], partition: PartitionName) -> list[EpochRange]:
-    """As many of the ranges as an attach request takes; warns if some are left out."""
-    if len(holds) > REQUEST_RANGES_MAX:
-        log.warning(
-            "%s: the messages being handled form %d separate ranges, and an attach request takes %d; "
-            "the other messages may be delivered again",
-            partition,
-            len(holds),
-            REQUEST_RANGES_MAX,
-        )
-    return holds[:REQUEST_RANGES_MAX]
 
 
 def _close_pieces(pieces: list[Piece]) -> list[EpochRange]:

@@ -283,27 +283,18 @@ class ConsumerSession:
         self.reply = reply
 
     @classmethod
-    async def start(cls, link: Link, attach: m.AttachRequest) -> ConsumerSession:
-        """Start a session. If the caller is cancelled, end it, as it would block the consumer's next attach."""
+    def start(cls, link: Link, attach: m.AttachRequest) -> asyncio.Future[ConsumerSession]:
+        """Start a session. A caller that is cancelled must end it later, as it blocks the consumer's next attach."""
         future: asyncio.Future[ConsumerSession] = asyncio.get_running_loop().create_future()
 
         def answered(answer: Any, _: memoryview, error: PlaitError | None) -> None:
-            if future.done():
-                if error is None:
-                    cls(link, answer).end()
-            elif error is not None:
+            if error is not None:
                 future.set_exception(error)
             else:
                 future.set_result(cls(link, answer))
 
         link.call(attach, answered)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if not future.cancelled() and future.exception() is None:
-                # The reply arrived in the same turn of the loop.
-                future.result().end()
-            raise
+        return future
 
     def end(self) -> None:
         """Request the end of the session. Requests are processed in order: the next one need not wait for the reply."""

@@ -95,8 +95,8 @@ class MemberHeartbeats:
             with contextlib.suppress(TimeoutError, PlaitError):
                 async with asyncio.timeout(self._limits.request_seconds):
                     await heartbeats.leave(member)
-            await heartbeats.stop_without_members()
-            if not heartbeats.members and self._loops.get(member.client_id) is heartbeats:
+            await heartbeats.stop_unused()
+            if heartbeats.unused and self._loops.get(member.client_id) is heartbeats:
                 del self._loops[member.client_id]
 
     def late(self) -> list[m.MemberHeartbeatRequest]:
@@ -157,10 +157,15 @@ class _HeartbeatLoop:
         if self.forget(member):
             await self._wait_known((member.subject, member.group_name))
 
-    async def stop_without_members(self) -> None:
-        """End the heartbeats if there is no member. A member that joins meanwhile starts a new task."""
+    @property
+    def unused(self) -> bool:
+        """True if there is no member, and the meta server need not learn that another one has left."""
+        return not self.members and all(future.done() for _, _, future in self._waiting)
+
+    async def stop_unused(self) -> None:
+        """End the heartbeats if they are not used. A member that joins meanwhile starts a new task."""
         task = self._task
-        if not self.members and task is not None:
+        if self.unused and task is not None:
             self._task = None
             task.cancel()
             await asyncio.wait([task])

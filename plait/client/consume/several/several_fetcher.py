@@ -26,7 +26,7 @@ from plait.client.consume.several.subject_watch import SubjectWatch
 from plait.client.consume.terms import Terms
 from plait.client.net.router import Router
 from plait.client.types import Message
-from plait.errors import PlaitError, SubjectNotFound
+from plait.errors import GroupBusy, PlaitError, SubjectNotFound
 from plait.limits import ClientLimits
 from plait.model.subject_patterns import SubjectPatterns
 
@@ -170,7 +170,10 @@ class SeveralFetcher(Arrivals):
                 part = self._parts.pop(name, None)
                 if part is not None:
                     await part.leave()
-                if not error.retryable:
+                if isinstance(error, GroupBusy):
+                    # As after a lost connection: an earlier session with the client id may still have to end.
+                    log.warning("%s", error)
+                elif not error.retryable:
                     raise
                 log.info("cannot consume %s yet: %s", name, error)
             await asyncio.sleep(pause)
@@ -194,6 +197,9 @@ class SeveralFetcher(Arrivals):
     def _failed(self, part: Fetcher, error: PlaitError) -> None:
         """One fetcher cannot continue: its subject was deleted, or the consumer has an error."""
         name = part.subject
+        if part.buffer not in self.buffer.parts:
+            # It is being attached, which fails with this error.
+            return
         if isinstance(error, SubjectNotFound) and name not in self._patterns.names:
             if name in self._parts and name not in self._changing:
                 self._change(name, self._leave(name), "leave")
