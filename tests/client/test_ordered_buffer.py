@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.client.consume.ack_collector import AckCollector
-from plait.client.consume.delivered import Piece
+from plait.client.consume.delivered import Piece, flat
 from plait.client.consume.failure import UNBEGUN, FailureOutcome
 from plait.client.consume.ordered.failed_keys import KeyHolds
 from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
 from plait.client.consume.ordered.ordered_delivered import LockRights, OrderedDelivered
-from plait.client.consume.outcomes import flat
 from plait.client.types import Message, PartitionName
 from plait.clock import ManualClock
 from plait.limits import ClientLimits

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from plait import tasks
 from plait.client.consume.ack_spool import AckSpool
-from plait.client.consume.delivered import DeliveredFrame, Deliveries
+from plait.client.consume.delivered import DeliveredFrame, Deliveries, flat
 from plait.client.consume.failure import EpochRange
 from plait.client.consume.ordered.failed_keys import FrameOutcomes
-from plait.client.consume.outcomes import PendingOutcomes, flat
+from plait.client.consume.outcomes import PendingOutcomes
 from plait.client.net.node import ConsumerSession
 from plait.errors import PlaitError, StaleSession, Timeout, Unavailable
 from plait.limits import REQUEST_RANGES_MAX, ClientLimits

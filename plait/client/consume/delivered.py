@@ -24,7 +24,9 @@ from plait.client.consume.row_runs import (
     attempts_of,
     first_outcomes,
     mask_runs,
+    merged,
     rows_of,
+    runs_by_number,
     runs_in,
 )
 from plait.client.send.encoding import decode_tags
@@ -223,12 +225,8 @@ class DeliveredFrame:
         if self.rows_done is not None:
             failed_rows &= ~self.rows_done
         self.close_rows(failed_rows)
-        # Split by failure outcome in one pass: each row may have its own.
-        rows = np.flatnonzero(failed_rows)
-        rows = rows[np.argsort(how[rows], kind="stable")]
-        parts = np.split(rows, np.flatnonzero(np.diff(how[rows])) + 1) if len(rows) else []
         names = list(kinds)
-        return acks, {names[how[part[0]]]: runs_in(part) for part in parts}
+        return acks, {names[number]: runs for number, runs in runs_by_number(how, failed_rows).items()}
 
     def _close_items(self, items: Sequence[RowSelection]) -> list[Run]:
         if not items:
@@ -294,6 +292,19 @@ Piece = tuple[DeliveredFrame, int, int]
 RangesByFrame = dict[DeliveredFrame | None, list[EpochRange]]
 
 
+def flat(found: RangesByFrame) -> tuple[list[EpochRange], list[int]]:
+    """All ranges, and the tag of each; no tags if all are 0."""
+    ranges: list[EpochRange] = []
+    tags: list[int] = []
+    for frame, several in found.items():
+        joined = merged(several) if len(several) > 1 else several
+        if frame is not None:
+            joined = frame.widened(joined)
+        ranges += joined
+        tags += [0 if frame is None else frame.tag] * len(joined)
+    return ranges, tags if any(tags) else []
+
+
 class Deliveries:
     """The open frames of one partition, and the outcomes that are not collected yet.
 
@@ -328,8 +339,7 @@ class Deliveries:
         self.attempts = 0
         self.loop: asyncio.AbstractEventLoop | None = None
         self.closed = False
-        #: True if the consumer continues without the partition, as its subject was deleted: outcomes that are reported
-        #: after the closing have no effect, instead of an error.
+        #: True: outcomes after the closing have no effect, instead of an error, because the subject was deleted.
         self.gone = False
         #: Outcomes reported by other threads: a frame, a row, and its failure; None: acked.
         self.inbox: deque[tuple[DeliveredFrame, int, FailureOutcome | None]] = deque()
@@ -354,15 +364,13 @@ class Deliveries:
 
     def check_open(self) -> asyncio.AbstractEventLoop:
         """Raise ``Closed`` if no more outcomes are accepted."""
-        if self.closed or self.loop is None:
+        if (self.closed and not self.gone) or self.loop is None:
             raise Closed("the consumer is closed; messages that were not acked by then were returned to the group")
         return self.loop
 
     def collect_soon(self, delivered: DeliveredFrame, *, soon: bool = True) -> None:
         """Note that rows of the frame get outcomes. Without ``soon`` the caller has to flush. May raise ``Closed``."""
         if self.closed or self.loop is None:
-            if self.gone:
-                return
             self.check_open()
         self.unsent[delivered] = None
         if soon and not self.scheduled:
@@ -370,8 +378,6 @@ class Deliveries:
 
     def from_thread(self, delivered: DeliveredFrame, row: int, failed: FailureOutcome | None) -> None:
         """Report an outcome from any thread. It is queued; the loop is woken once for all queued outcomes."""
-        if self.closed and self.gone:
-            return
         loop = self.check_open()
         self.inbox.append((delivered, row, failed))
         if not self._inbox_scheduled:

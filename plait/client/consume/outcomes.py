@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from plait.client.consume.delivered import RangesByFrame
+from plait.client.consume.delivered import RangesByFrame, flat
 from plait.client.consume.failure import UNBEGUN, EpochRange, FailureOutcome, Nacks
 from plait.client.consume.ordered.failed_keys import FailedKeys, KeyHolds
 from plait.client.consume.ordered.ordered_delivered import OrderedDelivered, no_lps
-from plait.client.consume.row_runs import RowMask, mask_runs, merged
+from plait.client.consume.row_runs import RowMask, mask_runs
 from plait.client.net.node import ConsumerSession
 from plait.client.types import PartitionName
 from plait.limits import FAILED_RANGES_MAX, REQUEST_RANGES_MAX
@@ -134,19 +134,6 @@ class PendingOutcomes(msgspec.Struct, eq=False):
                 frame.given_back(ranges)
         if not self.nacks and self.holds is not None:
             self.holds.stored(self.failing)
-
-
-def flat(found: RangesByFrame) -> tuple[list[EpochRange], list[int]]:
-    """All ranges, and the tag of each; no tags if all are 0."""
-    ranges: list[EpochRange] = []
-    tags: list[int] = []
-    for frame, several in found.items():
-        joined = merged(several) if len(several) > 1 else several
-        if frame is not None:
-            joined = frame.widened(joined)
-        ranges += joined
-        tags += [0 if frame is None else frame.tag] * len(joined)
-    return ranges, tags if any(tags) else []
 
 
 def _plain(found: RangesByFrame) -> list[EpochRange]:

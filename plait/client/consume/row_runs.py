@@ -40,6 +40,14 @@ def mask_runs(mask: RowMask) -> list[Run]:
     return runs_in(np.flatnonzero(mask))
 
 
+def runs_by_number(numbers: npt.NDArray[np.int64], mask: RowMask) -> dict[int, list[Run]]:
+    """The rows of a mask by the number that each has, in one pass: each row may have its own."""
+    rows = np.flatnonzero(mask)
+    rows = rows[np.argsort(numbers[rows], kind="stable")]
+    parts = np.split(rows, np.flatnonzero(np.diff(numbers[rows])) + 1) if len(rows) else []
+    return {int(numbers[part[0]]): runs_in(part) for part in parts}
+
+
 def rows_of(runs: list[Run]) -> npt.NDArray[np.int64]:
     if not runs:
         return np.empty(0, np.int64)
