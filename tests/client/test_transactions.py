@@ -12,11 +12,14 @@ import pytest
 
 import plait
 import plait.sync
+from plait.client.transactions.half_sender import HalfSender
 from plait.limits import ServerLimits
 from plait.testing import BlockingBroker, EmbeddedBroker, ManualClock
 from plait.testing.embedded_broker import TEST_CONFIG
+from plait.wire.link import Link
 from tests.client.support import EAGER, fetch_all, until
 from tests.client.test_expanding import settled
+from tests.support.cancelling import every_step
 
 
 class Answers:
@@ -315,6 +318,49 @@ async def test_a_transaction_survives_restarts_of_its_broker(broker: EmbeddedBro
                 await tx.send("s", body)
                 await broker.restart()
         assert await bodies(client, 3) == [b"a", b"b", b"c"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_cancelled_send_gives_its_place_to_no_other_message(client: plait.Client, first: bool):
+    wanted: list[bytes] = []
+    async for at in every_step():
+        subject, stored = f"s{at.step}", [] if first else [b"a"]
+        transaction = client.transaction("shop")
+        try:
+            async with transaction as tx:
+                for body in stored:
+                    await tx.send(subject, body, key="k")
+                if not (await at.cancel(tx.send(subject, b"b", key="k"))).cancelled:
+                    stored.append(b"b")
+                await tx.send(subject, b"c", key="k")
+                stored.append(b"c")
+        except plait.TransactionIncomplete:
+            stored = []
+        assert transaction.state == ("committed" if stored else "rolled back")
+        assert await bodies(client, len(stored), subject) == stored
+        wanted += stored
+    assert b"c" in wanted
+    assert await client.admin.transactions() == []
+
+
+async def test_a_broker_that_forgot_a_transaction_without_messages_begins_it_again(
+    broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
+):
+    find, restarts = HalfSender._half_partition, 0
+
+    async def restart(self: HalfSender, link: Link, name: str) -> int:
+        nonlocal restarts
+        if not restarts:
+            restarts += 1
+            await broker.restart()
+            link = await self._node.ready()  # type: ignore[union-attr]
+        return await find(self, link, name)
+
+    monkeypatch.setattr(HalfSender, "_half_partition", restart)
+    async with broker.connect(limits=EAGER) as client:
+        async with client.transaction("shop") as tx:
+            await tx.send("s", b"a")
+        assert await bodies(client, 1) == [b"a"]
 
 
 async def test_a_commit_that_gets_no_answer_is_in_doubt_and_not_rolled_back(broker: EmbeddedBroker):

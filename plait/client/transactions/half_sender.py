@@ -26,6 +26,7 @@ from plait.errors import (
     ReadOnly,
     StaleRoute,
     Timeout,
+    TransactionNotFound,
     TransactionSpansGroups,
     Unavailable,
 )
@@ -114,8 +115,15 @@ class HalfSender:
             number = await self._half_partition(link, place.name)
             try:
                 await self._in_time(link.request(m.SendRequest(number), parts.parts, parts.size))
-            except _IN_DOUBT:
-                doubt = True
+            except TransactionNotFound as error:
+                if self.count:
+                    raise
+                # A broker forgets a transaction without messages after some seconds, and with a restart.
+                self._begun = False
+                raise Unavailable(error.message) from None
+            except BaseException as error:
+                # A caller that is cancelled does not learn whether the frame is stored, either.
+                doubt |= not isinstance(error, PlaitError) or isinstance(error, _IN_DOUBT)
                 raise
             return place
 
@@ -166,9 +174,14 @@ class HalfSender:
 
         async def attempt() -> None:
             rows = self.count if outcome == "commit" else None
-            await self._ask(DECIDE_TRANSACTION, outcome=outcome, rows=rows)
+            try:
+                await self._ask(DECIDE_TRANSACTION, outcome=outcome, rows=rows)
+            except TransactionNotFound:
+                # Without its only message, whose fate was unknown, there is nothing to roll back.
+                if self.count:
+                    raise
 
-        if self._begun:
+        if self.count or self.in_doubt:
             await self._repeat(attempt)
 
     async def _ask(self, operation: Operation[None], **arguments: Any) -> None:

@@ -103,7 +103,9 @@ class Transaction:
         """Store a message that becomes visible with the commit. ``sequence`` of its receipt is None.
 
         With ``delay`` (from this call) or ``deliver_at``, a committed message is delivered when it is due. Raises
-        ``TransactionSpansGroups`` if the subject has no partition on the broker group of the other messages.
+        ``TransactionSpansGroups`` if the subject has no partition on the broker group of the other messages, and
+        ``TransactionIncomplete`` after a send that failed, or was cancelled, so that it is unknown whether its message
+        is stored: the transaction can only be rolled back then.
         """
         names.check("subject", subject)
         due = 0
@@ -120,6 +122,11 @@ class Transaction:
         async with self._lock:
             self._check_open()
             self._check_undecided()
+            if self._failed is not None:
+                raise TransactionIncomplete(
+                    f"transaction {self.id} can only be rolled back, because a send failed: {self._failed.message}",
+                    transaction=self.id,
+                )
             try:
                 place, number = await self._sender.store(row, self._producer.now(), self._producer.compression)
             except PlaitError as error:
