@@ -9,7 +9,7 @@ added to the group's ``lost`` count.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import msgspec
 import numpy as np
@@ -103,6 +103,7 @@ class Retention:
             yield from broker.segment_headers.refresh_kind(ROWS)
         # The files are deleted in a separate turn.
         yield
+        yield from self._move_half_messages(needed)
         return [] if broker.turn.failed is not None else self._delete(needed)
 
     def _visit(self, partition: Partition, now: int, needed: _Needed) -> int:
@@ -130,7 +131,6 @@ class Retention:
         oldest = broker.checkpoints.oldest
         if oldest is None:
             return []
-        self._move_half_messages(needed)
         unneeded = needed.message >= broker.message_log.end
         archived = self._archived()
         message_needed = min(self._certain(needed.message), archived.message_offset)
@@ -144,13 +144,15 @@ class Retention:
         broker.retained_log.remove_before(min(self._retained_needed, oldest.retained_offset, archived.retained_offset))
         return removed
 
-    def _move_half_messages(self, needed: _Needed) -> None:
+    def _move_half_messages(self, needed: _Needed) -> Iterator[None]:
         """Move half messages that alone need old segments to the end of the log: they may wait for an operator."""
         broker, log = self._broker, self._broker.message_log
         free = max((each.base for each in log.segments if each.base <= needed.message), default=0)
-        if needed.half < free and broker.half_publisher.move(free):
-            broker.turn.answer_after_commit(None)
         needed.message = min(needed.message, needed.half)
+        if needed.half < free and broker.checkpoints.oldest is not None:
+            while broker.turn.failed is None and broker.half_publisher.move(free):
+                broker.turn.answer_after_commit(None)
+                yield
 
     def _held_by_schedule(self) -> bool:
         """True if the newest checkpoint needs the first segment for unbucketed rows: a newer one would need it too."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
 from plait.broker.config import BrokerConfig
+from plait.broker.transactions.half_publisher import FRAME_COST, PUBLISH_SIZE_MAX
 from plait.errors import (
     FrameError,
     InvalidArgument,
@@ -150,6 +152,15 @@ def test_a_frame_after_a_gap_is_refused(node: Node):
     error = tx.submit(node, tx.frame(node, "orders", b"b")).error
     assert isinstance(error, OutOfSequence)
     assert error.details["last"] == 0
+
+
+def test_a_frame_that_overlaps_stored_rows_is_refused(node: Node):
+    tx = begun(node)
+    tx.send(node, "orders", b"a", b"b")
+    tx.next = 2
+    assert isinstance(tx.submit(node, tx.frame(node, "orders", b"other", b"c")).error, OutOfSequence)
+    decide(node, tx, commit=True, rows=2)
+    assert delivered(node) == [b"a", b"b"]
 
 
 def test_other_frames_do_not_enter_a_half_partition(node: Node):
@@ -348,7 +359,50 @@ def test_half_messages_outlive_retention_and_do_not_hold_the_log():
     assert delivered(node) == [b"parked for long"]
 
 
+def test_a_moved_half_message_is_found_behind_later_ones_without_a_checkpoint():
+    node = Node(retention_seconds=100.0)
+    tx = begun(node)
+    tx.send(node, "orders", b"a")
+    assert node.send("others", b"x" * 100_000).acknowledged
+    tx.send(node, "orders", b"b")
+    first = node.broker.message_log.segments[1].base
+    assert node.broker.half_publisher.move(first)
+    node.turn()
+    node.broker.message_log.remove_before(first)
+    for name in [name for name in node.disk.list("checkpoints") if name.startswith("manifest-")]:
+        node.disk.flip_bit(f"checkpoints/{name}", 20, 3)
+    node = node.killed()
+    decide(node, tx, commit=True, rows=2)
+    assert delivered(node) == [b"a", b"b"]
+
+
 # --- limits ---------------------------------------------------------------------------------------
+
+
+def test_a_turn_publishes_and_moves_a_limited_number_of_frames():
+    node = Node(retention_seconds=100.0)
+    most = PUBLISH_SIZE_MAX // FRAME_COST + 1
+    bodies = [b"%d" % number for number in range(3 * most)]
+    tx = begun(node)
+    for body in bodies:
+        tx.submit(node, tx.frame(node, "orders", body))
+    node.turn()
+    half, end = node.broker.transactions.partition_of("orders"), node.broker.message_log.end
+    turns = 0
+    while node.broker.half_publisher.move(end):
+        moved = half.next - (turns + 3) * most
+        assert 0 < moved <= most
+        node.turn()
+        turns += 1
+    assert turns >= 3
+    node.broker.transactions.decide(tx.id, commit=True)
+    waiting = [node.broker.transactions.table.rows]
+    while waiting[-1]:
+        node.turn()
+        waiting.append(node.broker.transactions.table.rows)
+    assert all(0 < before - after <= most for before, after in itertools.pairwise(waiting))
+    run_due(node)
+    assert delivered(node) == bodies
 
 
 def test_a_full_table_refuses_to_begin():

@@ -7,6 +7,7 @@ messages that wait for an operator must not keep the whole message log after the
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Final
 
 from plait.broker.catalog import Catalog
@@ -19,11 +20,13 @@ from plait.errors import DamageError, DiskFull, FlowControl, FrameError, ReadOnl
 from plait.frame.builder import pack_stamp
 from plait.frame.header import HEADER_SIZE, STAMP_OFFSET
 from plait.frame.view import FrameView
-from plait.limits import MIB
+from plait.limits import KIB, MIB
 from plait.storage.logs.consume_log import stored_frame
 
 #: Bytes that one turn publishes or moves: the loop serves other requests too.
 PUBLISH_SIZE_MAX: Final = 8 * MIB
+#: A frame counts as this many bytes at least: the work for small frames grows with their number.
+FRAME_COST: Final = 48 * KIB
 #: Time before publishing is tried again after the disk was full.
 RETRY_SECONDS: Final = 1.0
 
@@ -94,17 +97,22 @@ class HalfPublisher:
     def _publish(self, transaction: StoredTransaction, now: int, commit: Commit, room: int) -> int:
         """Copy up to ``room`` bytes of frames to the schedules of their partitions. Returns their size."""
         size = 0
-        for number, half in transaction.frames():
-            if size >= room:
-                return size
-            partition = self._catalog.partitions[number]
-            schedule = self._schedules.by_name[partition.row.name].partition
-            frame = self._read(partition, half)
-            if frame is not None:
-                self._turn.appender.copy(schedule, frame, self._turn.epoch, now, commit)
-                self._turn.touch(schedule)
-            self.table.published(transaction, number, half.last)
-            size += half.size
+        published: dict[int, int] = {}
+        try:
+            for number, half in transaction.frames():
+                if size >= room:
+                    return size
+                partition = self._catalog.partitions[number]
+                schedule = self._schedules.by_name[partition.row.name].partition
+                frame = self._read(partition, half)
+                if frame is not None:
+                    self._turn.appender.copy(schedule, frame, self._turn.epoch, now, commit)
+                    self._turn.touch(schedule)
+                published[number] = half.last
+                size += max(half.size, FRAME_COST)
+        finally:
+            for number, last in published.items():
+                self.table.published(transaction, number, last)
         self._queue.popleft()
         self.table.decide(transaction.id, committed=True)
         return size
@@ -166,12 +174,10 @@ class HalfPublisher:
         """
         turn, log, size = self._turn, self._turn.message_log, 0
         write_messages(turn)
-        for transaction in list(self.table.live.values()):
-            for number, half in transaction.frames():
-                partition = self._catalog.partitions[number]
-                _, record = partition.consume_log.locate(half.base)
-                if record is None or record.offset >= before:
-                    continue
+        for partition, frames in self._stored_before(before):
+            for transaction, half in frames:
+                if size >= PUBLISH_SIZE_MAX:
+                    return True
                 frame = self._read(partition, half)
                 if frame is None:
                     continue
@@ -181,7 +187,14 @@ class HalfPublisher:
                     turn.disk_error(error)
                     return size > 0
                 self.append(transaction, partition, frame)
-                size += frame.size
-                if size >= PUBLISH_SIZE_MAX:
-                    return True
+                size += max(frame.size, FRAME_COST)
         return size > 0
+
+    def _stored_before(self, offset: int) -> Iterator[tuple[Partition, Iterator[tuple[StoredTransaction, HalfFrame]]]]:
+        """The frames of each half partition that are stored before an offset."""
+        for partition in self.half_partitions.values():
+            records = partition.consume_log
+            index = records.find_offset(offset)
+            end = records.record(index).base if index < len(records) else partition.next
+            if partition.start < end:
+                yield partition, self.table.stored_before(partition.id, end)

@@ -147,7 +147,7 @@ class Transactions:
         part = transaction.parts.get(partition.id)
         last = part.last if part is not None else 0
         if frame.first + frame.count - 1 > last:
-            if frame.previous != last:
+            if frame.previous != last or frame.first <= last:
                 raise OutOfSequence(
                     f"row {frame.first} of transaction {frame.producer:016x} follows row {frame.previous}, but the "
                     f"last row stored in {partition.row.name!r} is {last}; send the rows between",
