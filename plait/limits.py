@@ -395,6 +395,9 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     handling_seconds: float = 900.0
     #: ``App``: how long handlers may run after SIGTERM before they are cancelled and their messages returned.
     drain_seconds: float = 30.0
+    #: How long the check of a transaction may take; then its broker asks again. Further checks of its producer group
+    #: wait for it.
+    check_seconds: float = 30.0
     #: ``App``: how long a cancelled ``async def`` handler may take to end. Long enough to close a file or a connection;
     #: a handler that ignores its cancellation must not keep the process alive.
     cancel_seconds: float = 2.0

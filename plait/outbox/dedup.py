@@ -140,7 +140,9 @@ class Dedup:
         if len(ids) > 1 or attempt:
             found = sa.select(c.producer, c.sequence).where(c.group == name, sa.tuple_(c.producer, c.sequence).in_(ids))
             known = {tuple(row) for row in connection.execute(found)}
-        new = [index for index, each in enumerate(ids) if each not in known]
+        # A message may be in a batch twice.
+        firsts = {each: index for index, each in reversed(list(enumerate(ids)))}
+        new = [index for index, each in enumerate(ids) if each not in known and firsts[each] == index]
         # Sorted, so that two consumers with the same messages do not wait for each other.
         rows = [
             {"group": name, "producer": producer, "sequence": sequence}

@@ -76,6 +76,8 @@ class Leader:
         self._idle = FIRST_PAUSE_SECONDS
         #: The error of a task that must not fail.
         self._defect: Exception | None = None
+        #: True once a turn has succeeded.
+        self.worked = False
         #: Subject or partition → the error because of which its rows wait.
         self.errors: dict[str, PlaitError] = {}
 
@@ -94,7 +96,9 @@ class Leader:
             await self._recover()
             while True:
                 self._changed.clear()
-                if not await self._turn():
+                found = await self._turn()
+                self.worked = True
+                if not found:
                     await self._wait()
         finally:
             for task in (*self._sending.values(), *self._asking.values()):

@@ -48,6 +48,8 @@ class DatabaseRelay:
         #: The error of the database that was logged last.
         self._logged = ""
         self._epoch: int | None = None
+        #: True if the last term ended after the database had worked.
+        self._worked = False
         self.leader: Leader | None = None
 
     async def run(self) -> None:
@@ -55,6 +57,7 @@ class DatabaseRelay:
         pause = FIRST_PAUSE_SECONDS
         try:
             while True:
+                self._worked = False
                 try:
                     await self._lead(*await self._take())
                 except LeaseLost as lost:
@@ -67,7 +70,7 @@ class DatabaseRelay:
                     if type(error).__name__ != self._logged:
                         self._logged = type(error).__name__
                         log.warning("%s: the outbox cannot be read, trying again: %s", self._database.name, error)
-                    pause = min(2 * pause, OUTBOX_PAUSE_SECONDS)
+                    pause = FIRST_PAUSE_SECONDS if self._worked else min(2 * pause, OUTBOX_PAUSE_SECONDS)
                 await asyncio.sleep(pause)
         finally:
             await self._release()
@@ -102,6 +105,7 @@ class DatabaseRelay:
         try:
             await self.leader.lead()
         finally:
+            self._worked = self.leader.worked
             self.leader = None
 
     async def _release(self) -> None:

@@ -31,6 +31,10 @@ _Number = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 #: MariaDB's BLOB holds 64 KiB only.
 _Bytes = sa.LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
 
+#: Compared exactly, also by MariaDB, whose other collations take "a" and "A" for the same.
+_Subject = sa.String(NAME_LENGTH_MAX).with_variant(
+    mysql.VARCHAR(NAME_LENGTH_MAX, charset="ascii", collation="ascii_bin"), "mysql", "mariadb"
+)
 _Name = sa.LargeBinary().with_variant(mysql.VARBINARY(NAME_LENGTH_MAX), "mysql", "mariadb")
 
 
@@ -40,7 +44,7 @@ def outbox_table(metadata: sa.MetaData, name: str, schema: str | None = None) ->
         name,
         metadata,
         sa.Column("id", _Number, primary_key=True, autoincrement=True),
-        sa.Column("subject", sa.String(NAME_LENGTH_MAX), nullable=False),
+        sa.Column("subject", _Subject, nullable=False),
         sa.Column("key", _Bytes),
         sa.Column("body", _Bytes, nullable=False),
         sa.Column("tags", _Bytes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -219,6 +220,34 @@ async def test_a_check_may_be_blocking_and_may_fail(timed_broker: EmbeddedBroker
     with pytest.raises(plait.TransactionDecided, match="was committed before"):
         await tx.rollback()
     assert tx.state == "committed"
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_check_that_hangs_holds_up_no_other_check(timed_broker: EmbeddedBroker, blocking: bool):
+    ended, asked = threading.Event(), []
+
+    def answer(transaction: plait.TransactionInfo) -> str:
+        asked.append(transaction.id)
+        if transaction.id == hanging.id and blocking:
+            ended.wait(60)
+        return "rollback"
+
+    async def hang(transaction: plait.TransactionInfo) -> str:
+        outcome = answer(transaction)
+        if transaction.id == hanging.id:
+            await asyncio.Event().wait()
+        return outcome
+
+    async with timed_broker.connect(limits=msgspec.structs.replace(EAGER, check_seconds=0.01)) as client:
+        hanging, other = client.transaction("shop"), client.transaction("shop")
+        await (await hanging.__aenter__()).send("s", b"a")
+        client.transaction_checks("shop", answer if blocking else hang)  # type: ignore[arg-type]
+        await timed_broker.advance(7)
+        await until(lambda: hanging.id in asked)
+        await (await other.__aenter__()).send("s", b"b")
+        await timed_broker.advance(7)
+        await until(lambda: other.id in asked)
+        ended.set()
 
 
 async def test_a_restarted_broker_asks_again(tmp_path: Path):

@@ -179,6 +179,15 @@ def test_groups_are_independent_and_can_forget(engine: sa.Engine) -> None:
     assert calls == ["a", "A", "again"]
 
 
+def test_a_message_that_is_twice_in_a_batch_is_handled_once(engine: sa.Engine) -> None:
+    dedup = dedup_of(engine)
+    run, _ = dedup.runner("h", is_async=False, annotations=[sa.Connection])
+    calls: list[list[int]] = []
+    run(GROUP, [delivered(1), delivered(2), delivered(1)], lambda _, new: calls.append(new))
+    run(GROUP, [delivered(2), delivered(3), delivered(3)], lambda _, new: calls.append(new))
+    assert calls == [[0, 1], [1]]
+
+
 def test_old_ids_are_deleted(engine: sa.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DEDUP_CLEAN_EVERY", 10)
     dedup = dedup_of(engine, keep=25)

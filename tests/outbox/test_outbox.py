@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -18,6 +20,8 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 import plait
 import plait.sync
 from plait.outbox import Outbox
+from plait.outbox.frame_queues import Exclusion
+from plait.outbox.relay_store import RelayStore
 from plait.testing import EmbeddedBroker
 from tests.outbox.shop import SUBJECT, add_event, committed, create, drained, left, metadata, outbox, stored, until
 
@@ -199,6 +203,36 @@ async def test_rows_follow_the_route(shop: sa.Engine, client: plait.Client) -> N
             await client.admin.expand_subject(SUBJECT, partitions)
         await drained(shop)
     assert await stored(client) == committed(shop)
+
+
+def test_a_subject_that_waits_holds_up_no_subject_of_another_case(engine: sa.Engine) -> None:
+    store = RelayStore(outbox.table, outbox.relay_table)
+    with engine.begin() as connection:
+        outbox.add(connection, "shop.Events", b"1")
+        whole = [Exclusion("shop.events", [(0, 1024)], True)]
+        part = [Exclusion("shop.events", [(0, 10)], True)]
+        for excluded, subjects in (whole, []), (part, []), ([], ["shop.events"]):
+            assert [row.subject for row in store.waiting(connection, excluded, subjects)] == ["shop.Events"]
+
+
+async def test_a_leader_that_fails_seldom_is_back_at_once(
+    shop: sa.Engine, client: plait.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, calls, turn = 12, 0, RelayStore.turn
+
+    def fail(self: RelayStore, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 2 and calls < 2 * failures:
+            raise sa.exc.OperationalError("turn", {}, Exception("database is locked"))
+        return turn(self, *arguments, **options)
+
+    monkeypatch.setattr(RelayStore, "turn", fail)
+    started = asyncio.get_running_loop().time()
+    async with outbox.relay(client, shop, lease=0.02, poll=0.001):
+        await until(lambda: calls > 2 * failures)
+    # With pauses that only grow, it would take 15 seconds.
+    assert asyncio.get_running_loop().time() - started < 10.0
 
 
 def test_a_blocking_client_relays(shop: sa.Engine) -> None:

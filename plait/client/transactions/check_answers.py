@@ -120,12 +120,13 @@ class CheckAnswers:
     async def _outcome(self, transaction: TransactionInfo) -> Outcome:
         check = self._checks[transaction.producer_group]
         try:
-            if inspect.iscoroutinefunction(check):
-                outcome = await check(transaction)
-            else:
-                outcome = await asyncio.to_thread(check, transaction)
-                if inspect.isawaitable(outcome):
-                    outcome = await outcome
+            async with asyncio.timeout(self._limits.check_seconds):
+                if inspect.iscoroutinefunction(check):
+                    outcome = await check(transaction)
+                else:
+                    outcome = await asyncio.to_thread(check, transaction)
+                    if inspect.isawaitable(outcome):
+                        outcome = await outcome
             if outcome not in _OUTCOMES:
                 raise InvalidArgument(f"check returned {outcome!r}; return one of {', '.join(map(repr, _OUTCOMES))}")
         except Exception:
