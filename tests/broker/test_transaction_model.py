@@ -329,6 +329,7 @@ def run(seed: int, steps: int, mode: str) -> Model:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits with the effect of many messages: one or two frames in a turn."""
     monkeypatch.setattr(half_publisher, "PUBLISH_SIZE_MAX", 700)
+    monkeypatch.setattr(half_publisher, "FRAME_COST", 300)
     monkeypatch.setattr(checkpointer, "BUCKET_ROWS_MAX", 4)
 
 

@@ -61,6 +61,7 @@ PLANTS: list[Plant] = [
     Plant(transaction_defects.publish_half_messages_again, generators.TRANSACTION_MODEL, (0, 1, 2, 3)),
     Plant(transaction_defects.keep_half_messages_of_deleted_subjects, generators.TRANSACTION_MODEL),
     Plant(transaction_defects.check_transactions_that_got_another_message, generators.TRANSACTION_MODEL, (0, 1, 2)),
+    Plant(transaction_defects.give_the_place_of_a_cancelled_message_to_another, generators.WORLDS),
     Plant(transaction_defects.roll_back_after_a_commit_without_answer, generators.WORLDS),
     # Filters of groups.
     Plant(filter_defects.leave_out_what_has_no_room, generators.WORLDS, (10,)),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from plait.broker.transactions.check_backs import CheckBacks
 from plait.broker.transactions.transactions import Transactions
-from plait.client.transactions.half_sender import PASSING
+from plait.client.transactions.half_sender import PASSING, HalfSender
 from plait.client.transactions.transaction import Transaction
 from plait.errors import PlaitError
 
@@ -62,3 +63,17 @@ def roll_back_after_a_commit_without_answer(patch: Patch) -> None:
         self.state = outcome
 
     patch.setattr(Transaction, "_decide", naive)
+
+
+def give_the_place_of_a_cancelled_message_to_another(patch: Patch) -> None:
+    """After a cancelled send, the next message has the number of the cancelled one, which may be stored."""
+    store = HalfSender.store
+
+    async def naive(self: HalfSender, *arguments: Any) -> Any:
+        try:
+            return await store(self, *arguments)
+        except asyncio.CancelledError:
+            self.in_doubt = False
+            raise
+
+    patch.setattr(HalfSender, "store", naive)

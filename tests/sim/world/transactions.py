@@ -7,6 +7,7 @@ brokers from the database, and at the end an operator decides what is parked.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from tests.sim.world.senders import Burst
 
 PRODUCER_GROUP = "shop"
+#: Stands for the transaction of messages whose send was cancelled; it is never committed.
+CANCELLED = "cancelled"
 
 Ending = Literal["commit", "rollback", "late", "never", "by itself"]
 
@@ -91,25 +94,41 @@ class Transacting(Part):
     ) -> None:
         if ending in ("late", "never"):
             # No block: nothing decides when this ends.
-            await self._send(transaction, records)
+            sent = await self._send(transaction, records)
             await self.simulation.sleep(draw.uniform(0.0, 1.5))
             if ending == "late":
-                self._commit_locally(transaction, records)
+                self._commit_locally(transaction, sent)
             return
         async with transaction:
-            await self._send(transaction, records)
+            sent = await self._send(transaction, records)
             await self.simulation.sleep(draw.choice((0.0, draw.uniform(0.0, 1.0))))
             if ending == "rollback":
                 raise LocalRollback
-            self._commit_locally(transaction, records)
+            self._commit_locally(transaction, sent)
             if ending == "by itself":
                 await transaction.commit()
 
-    async def _send(self, transaction: plait.Transaction, records: list[Half]) -> None:
+    async def _send(self, transaction: plait.Transaction, records: list[Half]) -> list[Half]:
+        """Send messages; returns those that are part of the transaction. The block leaves out a cancelled one."""
+        draw = random.Random(f"{self.plan.seed} half messages {records[0].record.value}")
+        sent: list[Half] = []
         for half in records:
             key = half.record.key
             assert key is None or isinstance(key, str)
-            await transaction.send(half.subject, half.body, key=key, headers=half.headers, delay=half.delay)
+            patience = draw.uniform(0.0, 0.03) if draw.random() < 0.1 else None
+            try:
+                async with asyncio.timeout(patience):
+                    await transaction.send(half.subject, half.body, key=key, headers=half.headers, delay=half.delay)
+            except PlaitError:
+                raise
+            except TimeoutError:
+                self.ledger.transactions[int(half.record.value)] = CANCELLED
+            else:
+                sent.append(half)
+        if records[-1] not in sent[-1:]:
+            # Only another send reports that the transaction can be rolled back only.
+            raise LocalRollback
+        return sent
 
     def _commit_locally(self, transaction: plait.Transaction, records: list[Half]) -> None:
         """From here on every message must be handled."""
