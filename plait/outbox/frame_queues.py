@@ -12,6 +12,8 @@ Plain objects: no database, no connection, no clock.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -28,6 +30,7 @@ from plait.model.logical_partitions import edges
 from plait.outbox.outbox_limits import (
     OUTBOX_FRAME_BYTES,
     OUTBOX_FRAME_ROWS,
+    OUTBOX_PARTIAL_RANGES,
     OUTBOX_PARTIAL_SUBJECTS,
     OUTBOX_QUEUE_FRAMES,
     OUTBOX_TURN_BYTES,
@@ -234,5 +237,7 @@ class FrameQueues:
                 starts = edges(mask)[:-1]
                 runs = [(int(a), int(b)) for a, b in zip(starts, edges(mask)[1:], strict=True) if mask[a]]
                 found.append(Exclusion(subject, runs, keyless))
-        whole = [Exclusion(each.subject, [(0, LOGICAL_PARTITIONS)], True) for each in found[OUTBOX_PARTIAL_SUBJECTS:]]
-        return [*found[:OUTBOX_PARTIAL_SUBJECTS], *whole]
+        ranges = list(itertools.accumulate(len(each.runs) for each in found))
+        partial = min(bisect_right(ranges, OUTBOX_PARTIAL_RANGES), OUTBOX_PARTIAL_SUBJECTS)
+        whole = [Exclusion(each.subject, [(0, LOGICAL_PARTITIONS)], True) for each in found[partial:]]
+        return [*found[:partial], *whole]

@@ -21,6 +21,8 @@ OUTBOX_FRAME_BYTES: Final = 1 * MIB
 OUTBOX_QUEUE_FRAMES: Final = 2
 #: Subjects of which a relay leaves out only some LPs when it looks for rows; it leaves out others as a whole.
 OUTBOX_PARTIAL_SUBJECTS: Final = 50
+#: The ranges of such LPs in one search: each takes 30 µs, and two of the 32,766 parameters that SQLite accepts.
+OUTBOX_PARTIAL_RANGES: Final = 2_000
 #: The longest pause of a subject after an error.
 OUTBOX_PAUSE_SECONDS: Final = 5.0
 #: Message ids that ``Dedup`` keeps, over all groups of its table; older ones are deleted.

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
@@ -19,11 +20,25 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import plait
 import plait.sync
+from plait.client.types import PartitionName
+from plait.frame.builder import FrameParts
 from plait.outbox import Outbox
-from plait.outbox.frame_queues import Exclusion
+from plait.outbox.frame_queues import Exclusion, FrameQueues, OutboxFrame, WaitingRow
+from plait.outbox.outbox_limits import OUTBOX_PARTIAL_SUBJECTS
 from plait.outbox.relay_store import RelayStore
 from plait.testing import EmbeddedBroker
 from tests.outbox.shop import SUBJECT, add_event, committed, create, drained, left, metadata, outbox, stored, until
+
+
+class Routed:
+    """A route whose logical partitions are all in partitions of their own."""
+
+    def __init__(self, partitions: list[PartitionName]) -> None:
+        self.partitions = partitions
+        self.table = np.arange(len(partitions))
+
+    def writable(self, group: str, /) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -213,6 +228,24 @@ def test_a_subject_that_waits_holds_up_no_subject_of_another_case(engine: sa.Eng
         part = [Exclusion("shop.events", [(0, 10)], True)]
         for excluded, subjects in (whole, []), (part, []), ([], ["shop.events"]):
             assert [row.subject for row in store.waiting(connection, excluded, subjects)] == ["shop.Events"]
+
+
+def test_a_search_leaves_out_as_many_ranges_as_a_relay_may_name(engine: sa.Engine) -> None:
+    places = [PartitionName(f"p{number}", "g1") for number in range(1024)]
+    routes, queues = {}, FrameQueues()
+    for number in range(OUTBOX_PARTIAL_SUBJECTS):
+        subject = f"shop.s{number:02}"
+        routes[subject] = Routed([PartitionName(f"{subject}/{each.name}", each.group) for each in places])
+        for place in routes[subject].partitions[::2]:
+            rows = [WaitingRow(1, subject, None, 1, False)]
+            queues.failing.add((place, False))
+            queues.add([OutboxFrame((place, False), rows, FrameParts(0, [b""], 0, 1, 1, 1, 0, 0))])
+    excluded = queues.exclusions(routes)
+    assert len(excluded) == len(routes)
+    store = RelayStore(outbox.table, outbox.relay_table)
+    with engine.begin() as connection:
+        outbox.add(connection, "shop.other", b"1")
+        assert [row.subject for row in store.waiting(connection, excluded, [])] == ["shop.other"]
 
 
 async def test_a_leader_that_fails_seldom_is_back_at_once(
