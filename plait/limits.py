@@ -366,13 +366,11 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     unreached_seconds: float = 2.0
     #: Routes are refreshed this often, even if no request failed because of a stale route.
     route_seconds: float = 30.0
-    #: The sender of a subject is dropped after this long without a send, and made again by the next send: a client may
-    #: use any number of subjects over time.
+    #: The sender of a subject is dropped after this long without a send: a client may use any number of subjects.
     sender_idle_seconds: float = 600.0
     #: Connecting, the handshake and admin requests.
     request_seconds: float = 10.0
-    #: Opening a client fails after this when every address refuses the connection. A server that is starting has this
-    #: long to begin to listen.
+    #: Opening a client fails after this when every address refuses the connection: a server may be starting.
     refused_seconds: float = 2.0
     #: The first and the longest pause between attempts to reconnect.
     reconnect_first_seconds: float = 0.05
@@ -395,8 +393,7 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     handling_seconds: float = 900.0
     #: ``App``: how long handlers may run after SIGTERM before they are cancelled and their messages returned.
     drain_seconds: float = 30.0
-    #: How long the check of a transaction may take; then its broker asks again. Further checks of its producer group
-    #: wait for it.
+    #: How long the check of a transaction may take, for which the next checks wait; then its broker asks again.
     check_seconds: float = 30.0
     #: ``App``: how long a cancelled ``async def`` handler may take to end. Long enough to close a file or a connection;
     #: a handler that ignores its cancellation must not keep the process alive.

@@ -30,7 +30,7 @@ from plait.errors import (
     TransactionSpansGroups,
     Unavailable,
 )
-from plait.frame.builder import build_frame
+from plait.frame.builder import FrameParts, build_frame
 from plait.frame.header import FLAG_UNSEQUENCED
 from plait.limits import LOGICAL_PARTITIONS, ClientLimits
 from plait.wire import messages as m
@@ -95,21 +95,7 @@ class HalfSender:
             if not self._begun:
                 await self._ask(BEGIN_TRANSACTION, producer_group=self._producer_group)
                 self._begun = True
-            parts = build_frame(
-                [row.body],
-                producer=self._number,
-                first=self.count + 1,
-                previous=self._last.get(place.name, 0),
-                send_time=now,
-                deliver_at=row.due,
-                keys=None if row.key is None else [row.key.encode()],
-                key_hashes=hashes,
-                tags=[row.tags] if row.tags else None,
-                headers=[row.headers] if row.headers else None,
-                flags=FLAG_UNSEQUENCED,
-                compression=compression,
-                note=self._producer_group.encode(),
-            )
+            parts = self._frame(row, hashes, place, now, compression)
             assert self._node is not None
             link = await self._node.ready(self._limits.request_seconds)
             number = await self._half_partition(link, place.name)
@@ -141,6 +127,23 @@ class HalfSender:
         self.count += 1
         self._last[found.name] = self.count
         return found, self.count
+
+    def _frame(self, row: HalfRow, hashes: Any, place: PartitionName, now: int, compression: str | None) -> FrameParts:
+        return build_frame(
+            [row.body],
+            producer=self._number,
+            first=self.count + 1,
+            previous=self._last.get(place.name, 0),
+            send_time=now,
+            deliver_at=row.due,
+            keys=None if row.key is None else [row.key.encode()],
+            key_hashes=hashes,
+            tags=[row.tags] if row.tags else None,
+            headers=[row.headers] if row.headers else None,
+            flags=FLAG_UNSEQUENCED,
+            compression=compression,
+            note=self._producer_group.encode(),
+        )
 
     def _place(self, route: SubjectRoute, lp: int | None) -> PartitionName:
         """The partition that stores a message of this logical partition; None: the message has no key."""
