@@ -12,6 +12,7 @@ import numpy.typing as npt
 from plait.filter.evaluation import wanted
 from plait.filter.frame_fields import FrameFields, UsedFields
 from plait.filter.grammar import Term, parse
+from plait.filter.scan_budget import ScanBudget
 from plait.filter.values import Fields, both, either, opposite
 from plait.frame.view import FrameView
 from plait.limits import FILTER_PART_BYTES, FILTER_PART_COUNT, FILTER_PART_WORK
@@ -70,6 +71,19 @@ class Filter:
             end = min(fields.end_of(first, min(step, self._count_max, last - first), self._size_max), last)
             yield Examined(first, end, self.mask(fields.part(first, end), end - first))
             first, step = end, 2 * step
+
+    def examine(self, frame: FrameView, first: int, last: int, count: int, budget: ScanBudget) -> Examined:
+        """Examine the rows [first, last) until ``count`` match or the budget has no room, but at least one part."""
+        masks: list[npt.NDArray[np.bool_]] = []
+        end = first
+        for part in self.parts(frame, first, last, count):
+            end, size = part.last, frame.size + frame.inflated_size
+            budget.spend(end - part.first, size * (end - part.first) // frame.count)
+            masks.append(part.mask)
+            count -= int(np.count_nonzero(part.mask))
+            if count <= 0 or (end < last and not budget.has_room()):
+                break
+        return Examined(first, end, masks[0] if len(masks) == 1 else np.concatenate([np.empty(0, bool), *masks]))
 
     def mask(self, fields: Fields, count: int) -> npt.NDArray[np.bool_]:
         """A mask of the wanted rows of ``count`` rows with these fields."""

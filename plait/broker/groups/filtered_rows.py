@@ -16,6 +16,7 @@ import numpy.typing as npt
 from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.waking import wake_group
 from plait.broker.partitions.partition import Delivery
+from plait.filter.message_filter import Examined
 from plait.frame.builder import Buffer
 from plait.frame.slicing import slice_mask, slice_rows
 from plait.frame.view import FrameView
@@ -37,7 +38,6 @@ def take_matching(
 
     No row of the range was begun. The log has all of its rows that can be read.
     """
-    assert group.wanted is not None
     start, end = place
     examined = start
     runs_left = _runs_left(group, consumer, delivery)
@@ -50,10 +50,10 @@ def take_matching(
             group.skip(first, last)
             start = examined = last
             continue
-        matching = group.partition.keys.matching(frame, group.wanted)[first - frame.base : last - frame.base]
-        rows = np.flatnonzero(matching)[: count - delivery.count]
+        matching = _matching(group, frame, first - frame.base)
+        all_examined, last = frame.base + matching.last >= last, min(last, frame.base + matching.last)
+        rows = np.flatnonzero(matching.mask[: last - first])[: count - delivery.count]
         runs = joined(rows + first)[:runs_left]
-        group.journal.scans.budget.spend(last - first, frame.size + frame.inflated_size)
         if runs:
             rows = rows[: np.searchsorted(rows, runs[-1][1] - first)]
             piece = _cut(frame, rows + (first - frame.base))
@@ -71,8 +71,16 @@ def take_matching(
         if delivery.count >= count or runs_left <= 0 or (delivery.count and delivery.weight >= size):
             return False
         examined = last
+        if not all_examined:
+            # The budget has no room for the rest of the frame.
+            break
     _leave_out(group, start, examined)
-    return True
+    return examined == end or may_scan(group)
+
+
+def _matching(group: Group, frame: FrameView, first: int) -> Examined:
+    assert group.wanted is not None
+    return group.partition.keys.matching(frame, group.wanted, first, group.journal.scans.budget)
 
 
 def may_scan(group: Group) -> bool:
@@ -89,23 +97,28 @@ def match_scattered(
 ) -> tuple[list[Range], npt.NDArray[np.bool_]]:
     """The parts of returned ranges of a frame that match, and a mask of their rows. The other rows are done.
 
-    Raises ``FrameError`` if the frame is damaged.
+    Examines what the budget has room for; the ranges behind it are left as they are. Raises ``FrameError`` if the frame
+    is damaged.
     """
-    assert group.wanted is not None
-    matching = group.partition.keys.matching(frame.verify(), group.wanted)
-    group.journal.scans.budget.spend(frame.count, frame.size + frame.inflated_size)
+    matching = _matching(group, frame.verify(), rows_of(frame, *heads[0][:2])[0])
     mask = np.zeros(frame.count, bool)
+    mask[matching.first : matching.last] = matching.mask
     sequences = frame.sequences()
+    examined = int(sequences[matching.last]) if matching.last < frame.count else frame.end
+    chosen = np.zeros(frame.count, bool)
     parts: list[Range] = []
     for start, end, attempt in heads:
+        end = min(end, examined)
+        if start >= end:
+            break
         first, last = rows_of(frame, start, end)
-        mask[first:last] = matching[first:last]
-        for low, high in joined(sequences[first:last][matching[first:last]]):
+        chosen[first:last] = mask[first:last]
+        for low, high in joined(sequences[first:last][mask[first:last]]):
             _leave_out(group, start, low)
             parts.append(Range(low, high, attempt))
             start = high
         _leave_out(group, start, end)
-    return parts, mask
+    return parts, chosen
 
 
 def _runs_left(group: SharedGroup, consumer: AttachedConsumer, delivery: Delivery) -> int:

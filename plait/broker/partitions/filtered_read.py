@@ -11,7 +11,6 @@ from plait.broker.partitions.partition import Partition, ReadBatch
 from plait.filter.message_filter import Filter
 from plait.filter.scan_budget import ScanBudget
 from plait.frame.slicing import slice_mask
-from plait.frame.view import FrameView
 from plait.storage.logs.log import Log
 
 
@@ -44,9 +43,15 @@ def read_filtered(
             batch.damaged.append((first, last))
             batch.end = last
             continue
-        mask, found, end = _examine(frame, first - frame.base, last - frame.base, count - batch.count, wanted, budget)
+        room = count - batch.count
+        examined = wanted.examine(frame, first - frame.base, last - frame.base, room, budget)
+        rows, end = np.flatnonzero(examined.mask)[:room] + examined.first, examined.last
+        found = len(rows)
+        if found == room:
+            # The next read continues after the last row that fits.
+            end = int(rows[-1]) + 1
         if found:
-            parts = [frame.buffer] if found == frame.count else slice_mask(frame, mask).parts
+            parts = [frame.buffer] if found == frame.count else slice_mask(frame, _mask_of(rows, frame.count)).parts
             piece = sum(map(len, parts))
             if batch.count and batch.size + batch.inflated + piece + frame.inflated_size > size:
                 batch.full = True
@@ -66,20 +71,7 @@ def read_filtered(
     return batch
 
 
-def _examine(
-    frame: FrameView, first: int, last: int, count: int, wanted: Filter, budget: ScanBudget
-) -> tuple[npt.NDArray[np.bool_], int, int]:
-    """A mask of at most ``count`` rows in [first, last) that match, their number, and where the search ended."""
-    mask, found, end = np.zeros(frame.count, bool), 0, first
-    for part in wanted.parts(frame, first, last, count):
-        size = (frame.size + frame.inflated_size) * (part.last - part.first) // frame.count
-        budget.spend(part.last - part.first, size)
-        rows = np.flatnonzero(part.mask)[: count - found] + part.first
-        mask[rows] = True
-        found, end = found + len(rows), part.last
-        if found == count:
-            # The next read continues after the last row that fits.
-            return mask, found, int(rows[-1]) + 1
-        if end < last and not budget.has_room():
-            break
-    return mask, found, end
+def _mask_of(rows: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.bool_]:
+    mask = np.zeros(count, bool)
+    mask[rows] = True
+    return mask

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.errors import DamageError, FrameError
-from plait.filter.message_filter import Filter
+from plait.filter.message_filter import Examined, Filter
+from plait.filter.scan_budget import ScanBudget
 from plait.frame.columns import Column
 from plait.frame.header import PREFIX
 from plait.frame.view import FrameView
@@ -62,8 +63,9 @@ class KnownRows:
         return known[0]
 
     def put(self, place: tuple[int, int, Filter | None], facts: Any, rows: int) -> None:
+        _, replaced = self._known.pop(place, (None, 0))
         self._known[place] = facts, rows
-        self._rows += rows
+        self._rows += rows - replaced
         while self._rows > self._limit and len(self._known) > 1:
             _, (_, gone) = self._known.popitem(last=False)
             self._rows -= gone
@@ -86,16 +88,25 @@ class KeyCache:
         found: FrameKeys | None = self._rows.get((self._number, base, None))
         return found
 
-    def matching(self, frame: FrameView, wanted: Filter) -> npt.NDArray[np.bool_]:
-        """A mask of the rows that match a filter. Several owners of an ordered group examine the same frame."""
+    def matching(self, frame: FrameView, wanted: Filter, first: int, budget: ScanBudget) -> Examined:
+        """Which rows of a frame match a filter: those from ``first`` on, as many as the budget has room for.
+
+        Several owners of an ordered group, and groups with the same filter, examine the same frame.
+        """
         if frame.has(Column.SELECTION):
-            return wanted.rows(frame)
+            return wanted.examine(frame, first, frame.count, frame.count, budget)
         place = (self._number, frame.base, wanted)
-        found: npt.NDArray[np.bool_] | None = self._rows.get(place)
-        if found is None:
-            found = wanted.rows(frame)
-            self._rows.put(place, found, frame.count)
-        return found
+        known: Examined | None = self._rows.get(place)
+        if known is None or not known.first <= first < known.last:
+            known = Examined(first, first, np.empty(0, bool))
+        if known.last == frame.count:
+            budget.spend(0, 0)
+        else:
+            found = wanted.examine(frame, known.last, frame.count, frame.count, budget)
+            # A copy: a mask may be a column of the frame, and must not keep a segment's mapping open.
+            known = Examined(known.first, found.last, np.concatenate([known.mask, found.mask]))
+            self._rows.put(place, known, len(known.mask))
+        return Examined(first, known.last, known.mask[first - known.first :])
 
     def of(self, frame: FrameView) -> FrameKeys:
         whole = not frame.has(Column.SELECTION)

@@ -31,6 +31,9 @@ from plait.storage.logs.log import Log
 from plait.storage.logs.segment import Segment
 
 Mask = npt.NDArray[np.bool_]
+#: The indexes of rows in their frame.
+Rows = npt.NDArray[np.int64]
+NO_ROWS: Final[Rows] = np.empty(0, np.int64)
 #: Positions that one look-up in a part of an index returns at most.
 LOOKUP_MAX: Final = 4096
 #: Without a filter, so many rows count as one in the budget: comparing a key hash costs much less than a filter.
@@ -55,24 +58,37 @@ class QueryTerms(msgspec.Struct, frozen=True):
         """True if indexes help."""
         return self.key is not None or self.message_id is not None
 
-    def rows(self, frame: FrameView, *, verified: bool) -> Mask | None:
-        """The wanted rows of a frame; None: there are none. ``FrameError``: the frame is damaged."""
-        if not self.since <= frame.store_time < self.until:
-            return None
-        mask = self._found(frame)
-        if mask is not None and self.matching is not None:
-            if not verified:
-                frame.verify()
-            mask = mask & self.matching.rows(frame)
-        return mask if mask is not None and mask.any() else None
+    def rows(
+        self, frame: FrameView, first: int, last: int, count: int, budget: ScanBudget, *, verified: bool
+    ) -> tuple[Rows, int]:
+        """The wanted ones of the rows [first, last), and where the search ended.
 
-    def _found(self, frame: FrameView) -> Mask | None:
-        """The rows with the id and the key."""
+        It ends early when the condition of ``matching`` was examined for as many rows as the budget has room for, or
+        when ``count`` rows match it. ``FrameError``: the frame is damaged.
+        """
+        found = None
+        if self.since <= frame.store_time < self.until:
+            found = self._found(frame, first, last)
+        if self.matching is None or found is None or not len(found):
+            budget.spend((last - first) // HASHES_PER_ROW, frame.size)
+            return NO_ROWS if found is None else found, last
+        if not verified:
+            frame.verify()
+        # No row before the first one with the key is examined, and none after the last one.
+        low, high = int(found[0]), int(found[-1]) + 1
+        examined = self.matching.examine(frame, low, high, count if high - low == len(found) else high - low, budget)
+        found = found[: np.searchsorted(found, examined.last)]
+        return found[examined.mask[found - low]], last if examined.last == high else examined.last
+
+    def _found(self, frame: FrameView, first: int, last: int) -> Rows | None:
+        """The rows with the id and the key; None: there are none."""
+        if self.message_id is None and self.key is None:
+            return np.arange(first, last)
         mask = np.ones(frame.count, bool) if self.message_id is None else _rows_of_id(frame, *self.message_id)
         if mask is not None and self.key is not None:
             keyed = _rows_of_key(frame, *self.key)
             mask = None if keyed is None else mask & keyed
-        return mask
+        return None if mask is None else np.flatnonzero(mask[first:last]) + first
 
 
 def _rows_of_id(frame: FrameView, producer: int, number: int) -> Mask | None:
@@ -222,7 +238,9 @@ class Search:
                 self._budget.spend(0, 0)
                 positions, whole = self._positions(part, position)
                 for at in self._own(segment, positions):
-                    frame = FrameView(segment.view, at)
+                    frame = self._frame(segment.base + at)
+                    if frame is None:
+                        continue
                     if frame.base >= end:
                         batch.next = end
                         return
@@ -260,6 +278,20 @@ class Search:
 
     # --- frames ---------------------------------------------------------------------------------
 
+    def _frame(self, offset: int) -> FrameView | None:
+        """The frame of the partition at a log offset; None: there is none, or it is damaged."""
+        log = self._partition.consume_log
+        index = log.find_offset(offset)
+        record = log.record(index) if index < len(log) else None
+        if record is not None and record.offset == offset:
+            return self._partition.frame(self._log, record, trusted=True)
+        # The consume log is wrong, unless the index is.
+        try:
+            segment = self._log.segment_at(offset)
+            return FrameView(segment.view, offset - segment.base).verify()
+        except (FrameError, DamageError):
+            return None
+
     def _may_examine(self) -> bool:
         batch = self._batch
         self._full = self._full or batch.count >= self._count or not self._budget.has_room()
@@ -268,21 +300,23 @@ class Search:
     def _examine(self, frame: FrameView, first: int, last: int, *, verified: bool) -> bool:
         """Add the wanted rows of [first, last). False: the frame, or a part of it, did not fit."""
         batch, terms = self._batch, self._terms
+        room, rows, end = self._count - batch.count, NO_ROWS, last
         try:
-            mask = terms.rows(frame, verified=verified)
+            rows, reached = terms.rows(
+                frame, first - frame.base, last - frame.base, room, self._budget, verified=verified
+            )
+            end = frame.base + reached
         except FrameError:
             # Readers leave damaged frames out, too.
-            mask = None
-        self._budget.spend(frame.count // HASHES_PER_ROW if terms.matching is None else frame.count, frame.size)
-        rows = np.empty(0, np.int64) if mask is None else np.flatnonzero(mask[first - frame.base : last - frame.base])
-        whole = len(rows) <= self._count - batch.count
-        if not whole:
+            self._budget.spend(0, frame.size)
+        if len(rows) > room:
             # The next call continues after the last row that fits.
-            rows = rows[: self._count - batch.count]
-            last = first + int(rows[-1]) + 1
+            rows = rows[:room]
+            end = frame.base + int(rows[-1]) + 1
+        whole, last = end == last, end
         if len(rows):
             chosen = np.zeros(frame.count, bool)
-            chosen[rows + (first - frame.base)] = True
+            chosen[rows] = True
             try:
                 parts = [frame.verify().buffer] if chosen.all() else slice_mask(frame, chosen).parts
             except FrameError:
@@ -296,7 +330,7 @@ class Search:
             batch.size += size
             batch.inflated += frame.inflated_size
         batch.rows += last - first
-        batch.bytes += frame.size + frame.inflated_size
+        batch.bytes += (frame.size + frame.inflated_size) * (last - first) // frame.count
         batch.next = last
         self._full = not whole
         return whole

@@ -140,10 +140,11 @@ class IndexBuilder:
             index = 1
         else:
             self._runs += PACKED_RUN.pack(producer, first, count, place)
-        if bits & _HASH_BIT and at + 8 * count <= position + size:
+        if bits & _HASH_BIT:
             rows = 1 if entries[index] >> ENTRY_SIZE_BITS == Codec.CONST else count
-            chunks.append(np.frombuffer(view, _U64, rows, at))
-            places.append(place)
+            if at + 8 * rows <= position + size:
+                chunks.append(np.frombuffer(view, _U64, rows, at))
+                places.append(place)
         return size
 
     def _add_runs(self, data: memoryview, place: int) -> None:

@@ -10,8 +10,8 @@ from itertools import takewhile
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from plait.broker.groups.filtered_rows import may_scan
 from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.ordered.cursor_set import CursorSet
 from plait.broker.groups.ordered.frame_pieces import LOOK_MAX, Chooser, FramePiece, RowTake, cut_matching, cut_out
@@ -19,6 +19,7 @@ from plait.broker.groups.ordered.in_flight import InFlightRows
 from plait.broker.groups.ordered.left_out import LeftOutRows
 from plait.broker.groups.ordered.row_reader import RowCounter, RowReader
 from plait.broker.partitions.partition import Delivery
+from plait.filter.message_filter import Examined
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
@@ -172,6 +173,11 @@ class OrderedDelivery(msgspec.Struct, eq=False):
         self, ready: list[Cursor], frame: FrameView, first: int, frame_end: int, attempt: int, taking: RowTake
     ) -> bool:
         """Deliver returned rows of cursors in [first, frame_end), all in one frame; False: they do not fit."""
+        sequences, matching = frame.sequences(), None
+        if self._group.wanted is not None and not attempt:
+            matching = self._matching(frame, int(np.searchsorted(sequences, first)))
+            if matching.last < frame.count:
+                frame_end = min(frame_end, int(sequences[matching.last]))
         # In the order of each cursor: a row with another attempt ends its cursor's part of the piece.
         pieces = [
             (index, piece)
@@ -180,7 +186,7 @@ class OrderedDelivery(msgspec.Struct, eq=False):
                 lambda piece: piece.attempt == attempt, cursor.returned.overlap(first, cursor.until(frame_end))
             )
         ]
-        keys, sequences = self._group.partition.keys.of(frame), frame.sequences()
+        keys = self._group.partition.keys.of(frame)
         owners = np.full(LOGICAL_PARTITIONS, -1, np.int64)
         for index, cursor in enumerate(ready):
             owners[cursor.lps] = index
@@ -192,10 +198,11 @@ class OrderedDelivery(msgspec.Struct, eq=False):
             low, high = np.searchsorted(sequences, (piece.start, piece.end)).tolist()
             wanted[low:high] |= whose[low:high] == index
         out = None
-        if self._group.wanted is not None and not attempt:
-            matching = self._matching(frame)
-            out, left_out = LeftOutRows(self._group), np.flatnonzero(wanted & ~matching)
-            wanted &= matching
+        if matching is not None:
+            matches = np.zeros(frame.count, bool)
+            matches[matching.first : matching.last] = matching.mask
+            out, left_out = LeftOutRows(self._group), np.flatnonzero(wanted & ~matches)
+            wanted &= matches
         rows = np.flatnonzero(wanted)
         taking.looked += len(pieces)
         cut, room = SEQUENCE_MAX, taking.rows - taking.delivery.count
@@ -294,11 +301,13 @@ class OrderedDelivery(msgspec.Struct, eq=False):
         if attempt > 1:
             self._group.redelivered_count += piece.rows
 
-    def _matching(self, frame: FrameView) -> npt.NDArray[np.bool_]:
-        """A mask of the rows of a frame that match the group's filter."""
+    def _matching(self, frame: FrameView, first: int) -> Examined:
+        """Which rows of a frame from ``first`` on match the group's filter; the rest is examined in a later turn."""
         assert self._group.wanted is not None
-        self._group.journal.scans.budget.spend(frame.count, frame.size + frame.inflated_size)
-        return self._group.partition.keys.matching(frame, self._group.wanted)
+        found = self._group.partition.keys.matching(frame, self._group.wanted, first, self._group.journal.scans.budget)
+        if found.last < frame.count:
+            may_scan(self._group)
+        return found
 
     def _cut(
         self, frame: FrameView, chooser: Chooser, first: int, last: int, taking: RowTake, *, filtered: bool
@@ -316,7 +325,13 @@ class OrderedDelivery(msgspec.Struct, eq=False):
         else:
             rows = low + np.flatnonzero(chooser(self._group.partition.keys.of(frame))[low:high])
         if filtered:
-            return cut_matching(frame, sequences, rows, self._matching(frame)[rows], last, taking)
+            matching = np.empty(0, bool)
+            if len(rows):
+                found = self._matching(frame, low)
+                if found.last < high:
+                    last, rows = int(sequences[found.last]), rows[: np.searchsorted(rows, found.last)]
+                matching = found.mask[rows - low]
+            return cut_matching(frame, sequences, rows, matching, last, taking)
         rows = rows[:room]
         end = last if len(rows) < room else int(sequences[rows[-1]]) + 1
         piece = cut_out(frame, sequences, rows, end, taking)
