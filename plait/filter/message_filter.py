@@ -33,6 +33,12 @@ class Examined(NamedTuple):
     last: int
     mask: npt.NDArray[np.bool_]
 
+    def whole(self, count: int) -> npt.NDArray[np.bool_]:
+        """A mask of all ``count`` rows of the frame; false for rows that were not examined."""
+        mask = np.zeros(count, bool)
+        mask[self.first : self.last] = self.mask
+        return mask
+
 
 class Filter:
     """Which rows of a frame are wanted. Does not change: all readers with the same terms share it."""

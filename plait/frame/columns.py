@@ -85,6 +85,7 @@ TEXTS: Final[frozenset[int]] = frozenset({Column.KEY, Column.TAGS})
 COMPRESSIBLE: Final[frozenset[int]] = frozenset({Column.BODY, Column.HEADERS})
 
 KNOWN_BITS: Final = sum(1 << column for column in Column)
+SELECTION_BIT: Final = 1 << Column.SELECTION
 MANDATORY_BITS: Final = 0xFFFF
 
 #: A directory entry: the size in the low bits, the codec in the high bits.

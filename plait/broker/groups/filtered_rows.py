@@ -50,7 +50,7 @@ def take_matching(
             group.skip(first, last)
             start = examined = last
             continue
-        matching = _matching(group, frame, first - frame.base)
+        matching = examine(group, frame, first - frame.base)
         all_examined, last = frame.base + matching.last >= last, min(last, frame.base + matching.last)
         rows = np.flatnonzero(matching.mask[: last - first])[: count - delivery.count]
         runs = joined(rows + first)[:runs_left]
@@ -78,9 +78,13 @@ def take_matching(
     return examined == end or may_scan(group)
 
 
-def _matching(group: Group, frame: FrameView, first: int) -> Examined:
+def examine(group: Group, frame: FrameView, first: int) -> Examined:
+    """Which rows of a frame from ``first`` on match the group's filter; the rest is examined in a later turn."""
     assert group.wanted is not None
-    return group.partition.keys.matching(frame, group.wanted, first, group.journal.scans.budget)
+    found = group.partition.keys.matching(frame, group.wanted, first, group.journal.scans.budget)
+    if found.last < frame.count:
+        may_scan(group)
+    return found
 
 
 def may_scan(group: Group) -> bool:
@@ -100,10 +104,8 @@ def match_scattered(
     Examines what the budget has room for; the ranges behind it are left as they are. Raises ``FrameError`` if the frame
     is damaged.
     """
-    matching = _matching(group, frame.verify(), rows_of(frame, *heads[0][:2])[0])
-    mask = np.zeros(frame.count, bool)
-    mask[matching.first : matching.last] = matching.mask
-    sequences = frame.sequences()
+    matching = examine(group, frame.verify(), rows_of(frame, *heads[0][:2])[0])
+    mask, sequences = matching.whole(frame.count), frame.sequences()
     examined = int(sequences[matching.last]) if matching.last < frame.count else frame.end
     chosen = np.zeros(frame.count, bool)
     parts: list[Range] = []

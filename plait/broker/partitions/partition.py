@@ -14,7 +14,7 @@ from plait.broker.partitions import frame_search
 from plait.broker.partitions.frame_search import KeyCache, KnownRows
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
-from plait.frame.columns import Column
+from plait.frame.columns import SELECTION_BIT
 from plait.frame.header import TIME_MAX
 from plait.frame.slicing import slice_rows
 from plait.frame.view import FrameView
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from plait.broker.groups.waking import Waiter
 
 
-#: A constant, because Python 3.11 runs a function for each access to an enum member.
-SELECTION: Final = int(Column.SELECTION)
 #: The checkpoint shards of a broker.
 SHARDS: Final = 256
 
@@ -353,11 +351,8 @@ class Partition:
         """The frame of a record; None if it is not there or not intact."""
         try:
             frame = FrameView(log.view(record.offset, record.size))
-            if not trusted:
+            if not trusted or frame.column_bits & SELECTION_BIT:
                 frame.verify()
-            if SELECTION in frame.places:
-                # Of a damaged frame it may not fit; ``frame.end`` reads it.
-                frame.selection()
         except (FrameError, DamageError):
             return None
         meant = (self.id, record.base, record.size, record.count)

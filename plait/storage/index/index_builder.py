@@ -16,7 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.errors import FrameError
-from plait.frame.columns import ENTRY_SIZE_BITS, ENTRY_SIZE_MASK, LAYOUTS, RUN_SIZE, Codec, Column, layout_of
+from plait.frame.columns import (
+    ENTRY_SIZE_BITS,
+    ENTRY_SIZE_MASK,
+    LAYOUTS,
+    RUN_SIZE,
+    SELECTION_BIT,
+    Codec,
+    Column,
+    layout_of,
+)
 from plait.frame.header import CRC_OFFSET, HEADER_SIZE, PREFIX, STAMP_CRC_OFFSET, U32, pad
 from plait.frame.run_tables import RUN
 from plait.frame.view import FrameView
@@ -46,7 +55,6 @@ STEP_BYTES: Final = 4 << 20
 _FRAME: Final = Struct("<3sBIIIQQQII")
 _U64: Final = np.dtype("<u8")
 _RUNS_BIT: Final = 1 << Column.RUNS
-_SELECTION_BIT: Final = 1 << Column.SELECTION
 _HASH_BIT: Final = 1 << Column.KEY_HASH
 
 
@@ -123,7 +131,7 @@ class IndexBuilder:
                 FrameView(view, position).verify()
             except FrameError:
                 return 0
-        if not partition or bits & _SELECTION_BIT or not 0 < count <= FRAME_COUNT_MAX:
+        if not partition or bits & SELECTION_BIT or not 0 < count <= FRAME_COUNT_MAX:
             # The catalog is not a partition of messages.
             return size
         _, directory, start = LAYOUTS.get(bits) or layout_of(bits)

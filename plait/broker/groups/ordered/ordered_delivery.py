@@ -11,7 +11,7 @@ from itertools import takewhile
 import msgspec
 import numpy as np
 
-from plait.broker.groups.filtered_rows import may_scan
+from plait.broker.groups.filtered_rows import examine
 from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.ordered.cursor_set import CursorSet
 from plait.broker.groups.ordered.frame_pieces import LOOK_MAX, Chooser, FramePiece, RowTake, cut_matching, cut_out
@@ -19,7 +19,6 @@ from plait.broker.groups.ordered.in_flight import InFlightRows
 from plait.broker.groups.ordered.left_out import LeftOutRows
 from plait.broker.groups.ordered.row_reader import RowCounter, RowReader
 from plait.broker.partitions.partition import Delivery
-from plait.filter.message_filter import Examined
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
@@ -173,9 +172,9 @@ class OrderedDelivery(msgspec.Struct, eq=False):
         self, ready: list[Cursor], frame: FrameView, first: int, frame_end: int, attempt: int, taking: RowTake
     ) -> bool:
         """Deliver returned rows of cursors in [first, frame_end), all in one frame; False: they do not fit."""
-        sequences, matching = frame.sequences(), None
+        keys, sequences, matching = self._group.partition.keys.of(frame), frame.sequences(), None
         if self._group.wanted is not None and not attempt:
-            matching = self._matching(frame, int(np.searchsorted(sequences, first)))
+            matching = examine(self._group, frame, int(np.searchsorted(sequences, first)))
             if matching.last < frame.count:
                 frame_end = min(frame_end, int(sequences[matching.last]))
         # In the order of each cursor: a row with another attempt ends its cursor's part of the piece.
@@ -186,7 +185,6 @@ class OrderedDelivery(msgspec.Struct, eq=False):
                 lambda piece: piece.attempt == attempt, cursor.returned.overlap(first, cursor.until(frame_end))
             )
         ]
-        keys = self._group.partition.keys.of(frame)
         owners = np.full(LOGICAL_PARTITIONS, -1, np.int64)
         for index, cursor in enumerate(ready):
             owners[cursor.lps] = index
@@ -199,8 +197,7 @@ class OrderedDelivery(msgspec.Struct, eq=False):
             wanted[low:high] |= whose[low:high] == index
         out = None
         if matching is not None:
-            matches = np.zeros(frame.count, bool)
-            matches[matching.first : matching.last] = matching.mask
+            matches = matching.whole(frame.count)
             out, left_out = LeftOutRows(self._group), np.flatnonzero(wanted & ~matches)
             wanted &= matches
         rows = np.flatnonzero(wanted)
@@ -301,14 +298,6 @@ class OrderedDelivery(msgspec.Struct, eq=False):
         if attempt > 1:
             self._group.redelivered_count += piece.rows
 
-    def _matching(self, frame: FrameView, first: int) -> Examined:
-        """Which rows of a frame from ``first`` on match the group's filter; the rest is examined in a later turn."""
-        assert self._group.wanted is not None
-        found = self._group.partition.keys.matching(frame, self._group.wanted, first, self._group.journal.scans.budget)
-        if found.last < frame.count:
-            may_scan(self._group)
-        return found
-
     def _cut(
         self, frame: FrameView, chooser: Chooser, first: int, last: int, taking: RowTake, *, filtered: bool
     ) -> FramePiece | None:
@@ -327,7 +316,7 @@ class OrderedDelivery(msgspec.Struct, eq=False):
         if filtered:
             matching = np.empty(0, bool)
             if len(rows):
-                found = self._matching(frame, low)
+                found = examine(self._group, frame, low)
                 if found.last < high:
                     last, rows = int(sequences[found.last]), rows[: np.searchsorted(rows, found.last)]
                 matching = found.mask[rows - low]
