@@ -24,9 +24,9 @@ _MAP_COST = 8
 class UsedFields(NamedTuple):
     """What a filter reads of each row."""
 
-    headers: frozenset[str]
-    tags: bool
-    key: bool
+    headers: frozenset[str] = frozenset()
+    tags: bool = False
+    key: bool = False
     #: ``send_time``, ``store_time``.
     times: frozenset[str] = frozenset()
 

@@ -66,7 +66,7 @@ _GRAMMAR: Final = r"""
     STRING: /'(?:[^']|'')*'/
     QUOTED: /"(?:[^"]|"")+"/
     NUMBER: /(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?![\w.])/
-    NAME: /[A-Za-z_][\w.$]*/
+    NAME: /[^\W\d][\w.$]*/
     %import common.WS
     %ignore WS
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from plait.errors import InvalidArgument
+from plait.errors import InvalidArgument, InvalidFilter
 from plait.limits import FILTER_LENGTH_MAX, TAGS_MAX
 from plait.model import names
 
@@ -47,8 +47,10 @@ class FilterTerms(msgspec.Struct, frozen=True):
                 f"{error.start + 1}"
             ) from None
         if len(self.where) > FILTER_LENGTH_MAX:
-            raise InvalidArgument(
-                f"a filter of {len(self.where)} characters is over the limit of {FILTER_LENGTH_MAX} (FILTER_LENGTH_MAX)"
+            raise InvalidFilter(
+                f"a filter of {len(self.where)} characters is over the limit of {FILTER_LENGTH_MAX} "
+                "(FILTER_LENGTH_MAX)",
+                position=FILTER_LENGTH_MAX,
             )
         return self
 

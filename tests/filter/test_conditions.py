@@ -391,6 +391,18 @@ def test_a_condition_has_limits(where: str):
         compile_filter(FilterTerms(where=where))
 
 
+def test_a_filter_that_is_too_long_is_refused_with_the_place():
+    with pytest.raises(InvalidFilter, match="FILTER_LENGTH_MAX") as caught:
+        filter_terms("a" * (FILTER_LENGTH_MAX + 1), None)
+    assert caught.value.details["position"] == FILTER_LENGTH_MAX
+
+
+def test_names_have_letters_of_any_alphabet():
+    assert chosen("größe = 1 AND ö_1 = 2 AND город = 3", frame_of([{"größe": 1, "ö_1": 2, "город": 3}])) == [0]
+    with pytest.raises(InvalidFilter):
+        parse("٣a = 1")
+
+
 def test_a_long_chain_and_many_parentheses_are_not_deep():
     assert parse(" OR ".join(["a = 1"] * 100)).depth == 3
     assert parse("(" * 1000 + "a" + ")" * 1000).depth == 1

@@ -9,6 +9,7 @@ import msgspec
 from plait.broker.broker import Broker
 from plait.broker.groups.group import Group
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
+from plait.filter.frame_fields import UsedFields
 from plait.storage.cursor import Cursor
 from plait.wire.admin.why import MessageState
 
@@ -42,8 +43,18 @@ def state_of(broker: Broker, group: Group, sequence: int, row: RowKey | None) ->
     """Where the row is now, without its history."""
     partition, definition = group.partition, group.definition
     online = sum(consumer.connected for consumer in group.consumers.values())
+    used = UsedFields() if group.wanted is None else group.wanted.used
     found = MessageState(
-        "done", definition.delivery, definition.ordered, definition.broadcast, online=online, filter=definition.filter
+        "done",
+        definition.delivery,
+        definition.ordered,
+        definition.broadcast,
+        online=online,
+        filter=definition.filter,
+        filter_headers=sorted(used.headers),
+        filter_tags=used.tags,
+        filter_key=used.key,
+        paused=group.paused,
     )
 
     def state(name: str, **fields: int | str) -> MessageState:

@@ -281,7 +281,8 @@ def resume(
                 f"group {group!r} of {subject!r} is not paused; to resume parked keys, name one key, or its --hash, "
                 "or use --all"
             )
-        print_result(node.output, {"subject": subject, "group": group, "paused": None})
+        facts = [("subject", subject), ("group", group), ("paused", "no longer")]
+        print_result(node.output, {"subject": subject, "group": group, "paused": None}, facts)
         return
     _unpark("resume", subject, group, _which(key, by_hash, everything=everything), node)
 

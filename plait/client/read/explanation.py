@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Final
 
 import msgspec
 
 from plait.client.arguments import to_datetime
+from plait.client.transactions.transaction_info import TransactionInfo
 from plait.client.types import Message, MessageId, PartitionName
 from plait.model.filter_terms import FilterTerms
 from plait.model.reason import Reason
 from plait.wire.admin.why import HistoryRow, MessageState
+
+#: States of messages that the group gets later, or again.
+_WAITING: Final = ("next", "returned", "retry", "behind", "parked")
 
 
 class WhyEvent(msgspec.Struct, frozen=True):
@@ -28,7 +33,7 @@ class Explanation(msgspec.Struct, frozen=True):
     group: str
     #: One or two sentences.
     text: str
-    #: "unknown", "delayed", "no_group", or a state of docs/query.md.
+    #: "unknown", "delayed", "undecided", "no_group", or a state of docs/query.md.
     state: str
     subject: str | None = None
     partition: PartitionName | None = None
@@ -68,22 +73,44 @@ def explained(message: Message, group: str, state: MessageState, reason: Reason 
     )
 
 
+def undecided(message_id: MessageId, group: str, transaction: TransactionInfo) -> Explanation:
+    """The explanation of a message whose transaction is not committed, or not published yet."""
+    what = f"transaction {transaction.id} of producer group {transaction.producer_group}"
+    if transaction.state == "committed":
+        text = f"The message belongs to {what}, which is committed: it is published soon."
+    else:
+        text = (
+            f"The message belongs to {what}, which is {transaction.state} and not decided: no group gets it before "
+            "the transaction is committed."
+        )
+    subject = transaction.subjects[0] if len(transaction.subjects) == 1 else None
+    return Explanation(message_id, group, text, "undecided", subject)
+
+
 def _text(message: Message, group: str, state: MessageState) -> str:
     stored = f"The message is stored in {message.partition} as sequence {message.sequence} since {message.store_time}."
     text = f"{stored} {_state_text(group, state)}"
     if state.filter is not None and any(row.action == "filtered" for row in state.history[:1]):
-        text += f" {_filter_text(message, state.filter)}"
+        text += f" {_filter_text(message, state, state.filter)}"
+    if state.paused and state.state in _WAITING:
+        text += f" The group is paused since {to_datetime(state.paused)}: it gets no messages until it is resumed."
     return text
 
 
-def _filter_text(message: Message, terms: FilterTerms) -> str:
+def _filter_text(message: Message, state: MessageState, terms: FilterTerms) -> str:
     """The present filter of the group, and the values of the message that it looks at."""
     parts = [f"tags {kind} {', '.join(tags)}" for kind, tags in msgspec.structs.asdict(terms.tags).items() if tags]
     parts += [terms.where] if terms.where else []
-    values = [f"{name} = {value!r}" for name, value in sorted(message.headers.items()) if name in terms.where]
-    values += [f"tags = {message.tags}"] if message.tags else []
-    values += [f"key = {message.key!r}"] if message.key is not None else []
-    return f"The filter is now: {'; '.join(parts)}. The message has {', '.join(values) or 'none of its values'}."
+    values = [
+        f"{name} = {message.headers[name]!r}" if name in message.headers else f"no header {name}"
+        for name in state.filter_headers
+    ]
+    if state.filter_tags:
+        values.append(f"tags = {message.tags}" if message.tags else "no tags")
+    if state.filter_key:
+        values.append("no key" if message.key is None else f"key = {message.key!r}")
+    has = f" The message has {', '.join(values)}." if values else ""
+    return f"The filter is now: {'; '.join(parts)}.{has}"
 
 
 def _state_text(group: str, state: MessageState) -> str:
@@ -112,7 +139,8 @@ def _state_text(group: str, state: MessageState) -> str:
             due = to_datetime(state.due)
             return f"It was delivered {_times(state.attempt)}; group {group} gets it again at {due}."
         case "dead":
-            return f"It is a dead letter of group {group} after {_times(state.attempt)}."
+            attempts = f" after {state.attempt} attempt{'s' * (state.attempt > 1)}" if state.attempt else ""
+            return f"It is a dead letter of group {group}{attempts}."
     return _done_text(group, state)
 
 

@@ -10,10 +10,10 @@ from typing import Final
 from plait.client.admin.admin import Admin
 from plait.client.arguments import Duration, limit_of
 from plait.client.net.router import Router
-from plait.client.read.explanation import Explanation, explained
+from plait.client.read.explanation import Explanation, explained, undecided
 from plait.client.read.query import QueryResult, QueryRun, caps_of, continued, message_id_of, target_of
 from plait.client.types import Message, MessageId, Receipt
-from plait.errors import DeadLetterNotFound, GroupNotFound, InvalidArgument
+from plait.errors import DeadLetterNotFound, GroupNotFound, InvalidArgument, TransactionNotFound
 from plait.limits import QUERY_COUNT_MAX, QUERY_SCAN_BYTES, QUERY_SCAN_COUNT, QUERY_SCAN_SECONDS, ClientLimits
 from plait.model import names
 from plait.model.filter_terms import TagFilter
@@ -97,9 +97,16 @@ class MessageSearch:
                     text = f"The message is delayed in {waiting.partition}: it is due at {waiting.deliver_at}."
                     due = waiting.deliver_at
                     return Explanation(wanted, group, text, "delayed", each, waiting.partition, due=due)
-        where = f"subject {subject}" if subject is not None else f"the {len(subjects)} subjects of group {group}"
+        with contextlib.suppress(TransactionNotFound):
+            # A half message has the number of its transaction.
+            return undecided(wanted, group, await self.admin.transaction(f"{wanted.producer:016x}"))
+        if not subjects:
+            text = f"Group {group} consumes no subject. Name the subject of the message to look for it there."
+            return Explanation(wanted, group, text, "unknown")
+        where = f"subject {subject}" if subject is not None else f"the subjects of group {group}: {', '.join(subjects)}"
         text = (
-            f"The message is not stored in {where}: it was never stored there, was cancelled, or retention removed it."
+            f"The message is not stored in {where}. It was never stored there, was cancelled or rolled back, or "
+            "retention removed it."
         )
         return Explanation(wanted, group, text, "unknown", subject)
 

@@ -60,6 +60,12 @@ class MessageState(msgspec.Struct, frozen=True):
     online: int = 0
     #: The filter of the group.
     filter: FilterTerms | None = None
+    #: What the filter looks at: headers, and whether it looks at tags and at the key.
+    filter_headers: list[str] = []
+    filter_tags: bool = False
+    filter_key: bool = False
+    #: Since when the group is paused; 0: it is not.
+    paused: int = 0
     #: Newest first.
     history: list[HistoryRow] = []
     #: True if the history ends before the message was stored, because enough of the log was read.
