@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from plait.broker.groups import filtered_rows
 from plait.broker.groups.ordered import ordered_delivery
 from plait.broker.groups.ordered.frame_pieces import FramePiece, cut_matching
 from plait.broker.groups.ordered.left_out import LeftOutRows
+from plait.broker.partitions.frame_search import KeyCache
+from plait.filter.message_filter import Examined
+from plait.frame.view import FrameView
 
 Patch = pytest.MonkeyPatch
 
@@ -42,3 +46,15 @@ def record_nothing_that_is_left_out(patch: Patch) -> None:
         group.cursor.settled(start, max(start, end))
 
     patch.setattr(filtered_rows, "_leave_out", naive)
+
+
+def leave_out_what_is_not_examined(patch: Patch) -> None:
+    """Rows of a frame for which a turn has no time count as examined, and are never delivered."""
+    matching = KeyCache.matching
+
+    def naive(cache: KeyCache, frame: FrameView, *rest: Any) -> Examined:
+        found = matching(cache, frame, *rest)
+        missing = np.zeros(frame.count - found.last, bool)
+        return Examined(found.first, frame.count, np.concatenate([found.mask, missing]))
+
+    patch.setattr(KeyCache, "matching", naive)

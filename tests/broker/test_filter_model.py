@@ -8,6 +8,8 @@ delivered any more, whatever happens. In the end the group is done with every me
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ from plait.broker.groups.shared_group import SharedGroup
 from plait.broker.views import group_view
 from plait.client.send.encoding import encode_headers, encode_tags
 from plait.client.send.open_rows import hash_keys
-from plait.filter import scan_budget
-from plait.limits import FILTER_SCAN_FRAMES
+from plait.filter import message_filter, scan_budget
+from plait.filter.message_filter import compile_filter
+from plait.limits import FILTER_PART_COUNT, FILTER_SCAN_FRAMES
 from plait.model.filter_terms import FilterTerms, TagFilter
 from plait.model.retry_policy import Retry
 from plait.model.settings import SubjectSettings
@@ -264,12 +267,24 @@ def passed_by(cursor: Cursor, sequence: int) -> bool:
     return sequence < cursor.next and not cursor.begun(sequence, sequence + 1)
 
 
+@contextmanager
+def limited_examinations(seed: int) -> Iterator[None]:
+    """In half of the runs, one turn examines few frames; in a quarter, few rows of each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan_budget, "FILTER_SCAN_FRAMES", 2 if seed % 2 else FILTER_SCAN_FRAMES)
+        patch.setattr(message_filter, "FILTER_PART_COUNT", 3 if seed % 4 == 1 else FILTER_PART_COUNT)
+        # A compiled filter keeps its limits.
+        compile_filter.cache_clear()
+        try:
+            yield
+        finally:
+            compile_filter.cache_clear()
+
+
 @pytest.mark.parametrize("kind", ["at_least_once", "at_most_once", "broadcast"])
-def test_shared_groups_leave_out_exactly_what_does_not_match(kind: str, monkeypatch: pytest.MonkeyPatch):
-    for seed in range(30):
-        # In half of the runs, one turn examines few frames.
-        monkeypatch.setattr(scan_budget, "FILTER_SCAN_FRAMES", 2 if seed % 2 else FILTER_SCAN_FRAMES)
-        with within_cpu_seconds(20.0):
+def test_shared_groups_leave_out_exactly_what_does_not_match(kind: str):
+    for seed in range(40):
+        with limited_examinations(seed), within_cpu_seconds(20.0):
             SharedModel(seed, kind).run(60)
 
 
@@ -363,7 +378,7 @@ class FilteredWorld(World):
 
 
 @pytest.mark.parametrize("flush", ["async", "sync"])
-def test_ordered_groups_leave_out_exactly_what_does_not_match(flush: str, monkeypatch: pytest.MonkeyPatch):
-    for seed in range(20):
-        monkeypatch.setattr(scan_budget, "FILTER_SCAN_FRAMES", 2 if seed % 2 else FILTER_SCAN_FRAMES)
-        FilteredWorld(seed, flush).run(120)
+def test_ordered_groups_leave_out_exactly_what_does_not_match(flush: str):
+    for seed in range(40):
+        with limited_examinations(seed):
+            FilteredWorld(seed, flush).run(80)

@@ -18,7 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from plait.testing.simulated_disk import SimulatedDisk
 from tests.broker import ordered_world
-from tests.broker.test_filter_model import FilteredWorld, SharedModel
+from tests.broker.test_filter_model import FilteredWorld, SharedModel, limited_examinations
 from tests.broker.test_lost_files import LIVES, check_all, overwrite, remove_files
 from tests.broker.test_query_model import run_queries
 from tests.broker.test_schedule_model import Scheduling
@@ -148,8 +148,9 @@ def _outbox(seed: int) -> None:
 
 
 def _filter_model(seed: int) -> None:
-    SharedModel(seed, "at_least_once").run(60)
-    FilteredWorld(seed, "sync" if seed % 2 else "async").run(120, cpu_seconds=5.0)
+    with limited_examinations(seed):
+        SharedModel(seed, "at_least_once").run(60)
+        FilteredWorld(seed, "sync" if seed % 2 else "async").run(120, cpu_seconds=5.0)
 
 
 WORLDS = Generator("worlds", _world, 60)

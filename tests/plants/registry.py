@@ -69,6 +69,7 @@ PLANTS: list[Plant] = [
     Plant(filter_defects.record_nothing_that_is_left_out, generators.FILTER_MODEL, (2,)),
     Plant(source_defects.negate_what_is_true_of_null, generators.PUSHED_FILTERS, (1, 4)),
     Plant(source_defects.compare_every_double_exactly, generators.PUSHED_FILTERS, (4,)),
+    Plant(filter_defects.leave_out_what_is_not_examined, generators.FILTER_MODEL, (1,)),
     # Storage.
     Plant(broker_defects.trust_the_page_cache, generators.CRASH_POINTS),
     Plant(broker_defects.define_partitions_once, generators.CRASH_POINTS),
