@@ -20,7 +20,6 @@ from plait.errors import GroupBusy, InvalidArgument, LimitExceeded
 from plait.limits import ServerLimits
 from plait.model.retry_policy import Retry
 from plait.model.settings import with_pause
-from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import KEEP
 from tests.broker.ordered_node import GROUP, NEWEST, SUBJECT, Held, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
@@ -238,12 +237,6 @@ class World:
             if self.node.config.flush == "async":
                 self.node.sync()
             self.node = self.node.power_lost()
-        elif how == "fallen_back":
-            disk = self.node.disk.copy()
-            names = [name for name in disk.list(CHECKPOINTS) if name.startswith("manifest-")]
-            if len(names) > 1:
-                disk.flip_bit(f"{CHECKPOINTS}/{max(names)}", 20, 2)
-            self.node = Node(disk, self.node.clock, self.node.config)
         else:
             self.node = getattr(self.node, how)()
         for name, owner in self.owners.items():

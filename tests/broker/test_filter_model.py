@@ -216,7 +216,7 @@ class SharedModel:
         self.lost_below = max(self.lost_below, self.node.partition(SUBJECT).start)
 
     def crash(self) -> None:
-        how = self.draw.choice(("killed", "power_lost", "restart"))
+        how = self.draw.choice(("killed", "power_lost", "restart", "fallen_back"))
         if how == "power_lost" and self.node.config.flush == "async":
             self.node.sync()
         self.node = getattr(self.node, how)()

@@ -20,6 +20,7 @@ from plait.frame.builder import Buffer, build_frame
 from plait.frame.columns import Column
 from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView, frames_in
+from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.disk import Disk
 from plait.testing.cached_file import Keep
 from plait.testing.simulated_disk import SimulatedDisk
@@ -331,6 +332,14 @@ class Node:
     def power_lost(self, keep: Keep = "none", rng: random.Random | None = None, **settings: Any) -> Node:
         """Lose power and start again; ``keep`` says which unsynced changes survive."""
         return self._again(self.disk.after_crash(rng, keep), settings)
+
+    def fallen_back(self) -> Node:
+        """Kill the process and damage the newest of several checkpoints; start again."""
+        disk = self.disk.copy()
+        names = [name for name in disk.list(CHECKPOINTS) if name.startswith("manifest-")]
+        if len(names) > 1:
+            disk.flip_bit(f"{CHECKPOINTS}/{max(names)}", 20, 2)
+        return self._again(disk, {})
 
     def _again(self, disk: Disk, settings: dict[str, Any]) -> Node:
         if not settings:
