@@ -61,6 +61,7 @@ def test_a_hundred_plans_have_every_feature_and_every_fault():
         lambda plan: any(group.away for group in plan.groups),
         lambda plan: any(group.without for group in plan.groups),
         lambda plan: bool(plan.outages),
+        lambda plan: plan.queries,
         lambda plan: plan.skew > 3600.0,
         lambda plan: plan.archived,
         lambda plan: plan.emptied is not None and plan.forgotten,

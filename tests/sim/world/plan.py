@@ -146,6 +146,8 @@ class Plan(NamedTuple):
     #: True if the broker group that is switched off is also removed from the routes.
     forgotten: bool = True
     recurrences: tuple[RecurrencePlan, ...] = ()
+    #: Whether messages are looked up while faults play.
+    queries: bool = False
 
     @property
     def calm(self) -> bool:
@@ -204,7 +206,7 @@ def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
 
 def _with_later_features(plan: Plan) -> Plan:
     """Draw the newer features separately, so that the rest of a seed's plan does not change."""
-    plan = plan._replace(groups=_filtered(plan))
+    plan = plan._replace(groups=_filtered(plan), queries=random.Random(f"{plan.seed} searches").random() < 0.4)
     return _with_recurrences(_with_ends(plan))
 
 

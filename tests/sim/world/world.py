@@ -14,7 +14,7 @@ from tests.sim.world.members import Members, names_of
 from tests.sim.world.moved_sends import recording_moves
 from tests.sim.world.operator import Operator
 from tests.sim.world.plan import CLIENTS, DOOMED, PRODUCERS, READER, Plan, draw_plan
-from tests.sim.world.queries import Querying
+from tests.sim.world.queries import QUERIER, Querying
 from tests.sim.world.readers import Reading
 from tests.sim.world.recurring import SECONDS_MAX, Recurring
 from tests.sim.world.senders import Senders
@@ -42,10 +42,13 @@ class World:
         self.members = Members(sim, plan, self.ledger)
         self.reading = Reading(sim, plan, self.ledger)
         self.recurring = Recurring(sim, plan, self.ledger)
+        self.querying = Querying(sim, plan, self.ledger)
         self._quiet_seconds = quiet_seconds
         self.users = [sim.process(name, self.senders.run) for name in PRODUCERS]
         self.users += [sim.process(name, self.members.main(name)) for name in CLIENTS]
         self._reader = sim.process(READER, self.reading.run)
+        if plan.queries:
+            sim.process(QUERIER, self.querying.run)
         self._skew()
 
     def _skew(self) -> None:
@@ -68,6 +71,8 @@ class World:
         sim.run(self.recurring.create(), seconds=60.0)
         for user in (*self.users, self._reader):
             user.start()
+        if self.plan.queries:
+            sim.process(QUERIER).start()
         self.machines.play()
         self.operator.play()
         self.recurring.play()
@@ -78,9 +83,10 @@ class World:
         self.senders.sending = False
         self.members.settle()
         self.reading.settle()
+        self.querying.settled = True
         self._settle()
         self._finish()
-        sim.run(Querying(sim, self.plan, self.ledger).check(), seconds=60.0)
+        sim.run(self.querying.check(), seconds=60.0)
         sim.run(self.recurring.check(), seconds=2 * SECONDS_MAX)
         if self.plan.emptied is not None:
             self._switch_off(self.plan.emptied)
