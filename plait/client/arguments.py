@@ -70,11 +70,11 @@ def sequences_of(values: Any) -> list[int]:
     return [sequence_of(value, "sequence") for value in values]
 
 
-def limit_of(value: Any) -> int:
-    """The largest number of results that the caller wants."""
-    limit = index_of(value, "limit")
+def limit_of(value: Any, name: str = "limit") -> int:
+    """The largest number of results that the caller wants, or of what is examined for them."""
+    limit = index_of(value, name)
     if limit < 1:
-        raise InvalidArgument(f"limit must be 1 or more, not {shown(value)}")
+        raise InvalidArgument(f"{name} must be 1 or more, not {shown(value)}")
     return limit
 
 
@@ -109,7 +109,12 @@ def _moment_of(value: Any, name: str, now: int) -> int:
         return moment
     if isinstance(value, timedelta):
         return now + value // _MICROSECOND
-    return now + _micros(seconds_of(value))
+    try:
+        return now + _micros(seconds_of(value))
+    except InvalidArgument:
+        raise InvalidArgument(
+            f"{name} {shown(value)} is not understood; use a datetime, '2025-01-31T12:00', or '-5m' for 5 minutes ago"
+        ) from None
 
 
 def _moment_in(text: str, name: str, now: int) -> int | None:

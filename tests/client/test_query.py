@@ -54,6 +54,12 @@ async def test_everything_that_is_given_must_match(client: plait.Client) -> None
     assert not await client.query("s", until="-1h")
 
 
+async def test_an_argument_that_is_wrong_is_named(client: plait.Client) -> None:
+    for name, value in (("scan_count", 0), ("scan_bytes", -1), ("limit", 0), ("since", "soon"), ("until", "5 o'clock")):
+        with pytest.raises(InvalidArgument, match=name):
+            await client.query("s", **{name: value})  # type: ignore[arg-type]
+
+
 async def test_a_limit_leaves_the_rest_to_the_token(client: plait.Client) -> None:
     await client.send_many("s", [b"%d" % number for number in range(25)], keys=["a", "b", "c", "a", "b"] * 5)
     found: list[bytes] = []

@@ -283,4 +283,4 @@ def continued(subject: str, token: str, given: QueryTarget) -> tuple[QueryTarget
 
 def caps_of(count: Any, size: Any, seconds: Duration) -> tuple[int, int, float]:
     """What a query examines at most."""
-    return limit_of(count), limit_of(size), seconds_of(seconds)
+    return limit_of(count, "scan_count"), limit_of(size, "scan_bytes"), seconds_of(seconds)
