@@ -34,6 +34,7 @@ from plait.errors import (
     PlaitError,
     ProducerConflict,
     ProtocolError,
+    RateLimited,
     ReadOnly,
     RecurrenceExists,
     RecurrenceNotFound,
@@ -55,6 +56,7 @@ from plait.errors import (
 )
 from plait.limits import ClientLimits
 from plait.model.filter_terms import TagFilter
+from plait.model.rate import Rate
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
 from plait.version import VERSION as __version__
@@ -115,6 +117,8 @@ __all__ = [
     "ProducerConflict",
     "ProtocolError",
     "QueryResult",
+    "Rate",
+    "RateLimited",
     "ReadOnly",
     "Reader",
     "Reason",

@@ -228,6 +228,13 @@ class FlowControl(PlaitError):
     exit_code = 7
 
 
+class RateLimited(FlowControl):
+    """The subject is at its limit of messages or bytes a second; nothing was stored, and the client sends again."""
+
+    code = "rate_limited"
+    facts = ("subject", "seconds")
+
+
 class ReadOnly(PlaitError):
     """The broker does not accept sends at present."""
 

@@ -76,6 +76,14 @@ NUMBER_STEP_MAX: Final = 1 << 32
 AGE_SECONDS_MAX: Final = 1e12
 #: The largest ``retention_bytes`` of a subject.
 RETENTION_BYTES_MAX: Final = (1 << 63) - 1
+#: Limits of messages and of bytes a second: below them a single message or frame is a debt of minutes, or hours.
+RATE_MESSAGES_MIN: Final = 0.01
+RATE_BYTES_MIN: Final = 1 * KIB
+RATE_MAX: Final = 1e12
+#: A limit keeps at most the messages and bytes of this time for later. When it is used up, it opens again once those of
+#: the second time have come: rows come in batches, because single rows would cost a request each.
+RATE_BURST_SECONDS: Final = 1.0
+RATE_STEP_SECONDS: Final = 0.05
 #: The data epoch of a broker: 32 bits of a frame's stamp.
 BrokerEpoch = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 
@@ -183,6 +191,8 @@ PARTITION_LENGTH_MAX: Final = NAME_LENGTH_MAX + 20
 TAG_LENGTH_MAX: Final = 127
 #: Paused groups of one subject. They are part of its settings, which every order to a broker contains.
 PAUSED_GROUPS_MAX: Final = 1_000
+#: Groups of one subject with a limit of messages or bytes a second; they are part of its settings too.
+LIMITED_GROUPS_MAX: Final = 1_000
 #: Groups of partitions that have left a subject's route, stored in it, 100 bytes each; a forgotten one counts as new.
 REMEMBERED_GROUPS_MAX: Final = 1_000
 

@@ -101,6 +101,10 @@ class Appender:
         base = partition.next
         # A schedule accepts the same LPs as its partition. After a seal it gets no new rows of the LP (R25).
         main = partition.main or partition
+        rate = main.send_rate
+        if rate is not None and run[0].frame.flags & FLAG_FORWARDED:
+            # Rows from another broker, which counted them when they were sent.
+            rate = None
         new: list[Submission] = []
         end = base
         for submission in run:
@@ -118,11 +122,22 @@ class Appender:
                     if submission.reply is not None:
                         commit.replies.append((submission.reply, None, self._stale_route(partition, frame)))
                     continue
+                if rate is not None:
+                    refusal = rate.refusal(partition.row.subject, commit.since)
+                    if refusal is not None:
+                        if submission.reply is not None:
+                            commit.replies.append((submission.reply, None, refusal))
+                        continue
                 self._producers.stored(
                     frame.producer, partition.id, frame.first, frame.count, frame.previous, end, now, frame.crc
                 )
             elif main.accepts is not None and not main.takes(frame):
                 continue
+            elif rate is not None and rate.pause(commit.since):
+                # A oneway send, which gets no reply.
+                continue
+            if rate is not None:
+                rate.spend(frame.count, frame.size)
             new.append(submission)
             end += frame.count
             if submission.reply is not None:

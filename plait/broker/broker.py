@@ -24,6 +24,7 @@ from plait.broker.config import BrokerConfig
 from plait.broker.granted_numbers import GrantedNumbers
 from plait.broker.groups.dead_letters import DeadLetters
 from plait.broker.groups.group import FAILURE, AttachedConsumer, Group, NackOutcome
+from plait.broker.groups.limited_delivery import take_limited
 from plait.broker.groups.ordered.lease_grants import LeaseGrants
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.groups.waking import DueHeap, Waiter, end_pulls, wake_group
@@ -236,7 +237,12 @@ class Broker:
         count = max(1, min(count, self.limits.pull_count))
         size = min(size, self.limits.pull_bytes)
         # There are no rows for the suspended pulls now, so this pull overtakes none of them.
-        delivery = None if group.paused else group.take(consumer, count, size)
+        if group.paused:
+            delivery = None
+        elif group.rate is None:
+            delivery = group.take(consumer, count, size)
+        else:
+            delivery = take_limited(group, consumer, count, size)
         if group.once:
             reply = self._when_durable(reply)
         if delivery is not None or wait <= 0:
@@ -319,7 +325,8 @@ class Broker:
     @property
     def next_deadline(self) -> float | None:
         """When ``run_timers`` has work to do, on the monotonic clock."""
-        times, due = [self.deadlines.next, self.check_backs.next_deadline], self.retries.next
+        times = [self.deadlines.next, self.check_backs.next_deadline, self.turn.rates.next]
+        due = self.retries.next
         if due is not None:
             # Wall time may jump, so the server also runs the timers every second.
             times.append(self.clock.monotonic() + max(due - self.clock.now(), 0) / 1_000_000)
@@ -340,6 +347,7 @@ class Broker:
             if ready:
                 wake_group(group)
             self.expect_retry(group)
+        self.turn.rates.run(self.clock.monotonic())
         self.check_backs.run_timers()
         due = bool(self.schedules.by_name) and self.due_delivery.look()
         if due or self.publisher.look() or self.half_publisher.look():

@@ -12,12 +12,13 @@ import msgspec
 
 from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.ordered.lease_grants import LeaseGrants
-from plait.broker.groups.waking import pause_changed
+from plait.broker.groups.waking import pause_changed, wake_group
 from plait.broker.partitions.frame_search import KnownRows
 from plait.broker.partitions.partition import SHARDS, Partition
 from plait.broker.recovery.segment_headers import SegmentHeaders
 from plait.broker.turn import Turn
 from plait.errors import LimitExceeded, StaleRoute, SubjectExists, SubjectNotFound
+from plait.frame.view import FrameView
 from plait.model.settings import SubjectSettings
 from plait.storage.catalog import FORWARD, HALF, STAGE, PartitionRow
 from plait.storage.checkpoint import Checkpoints
@@ -172,12 +173,26 @@ class Catalog:
             self._headers.define(page)
             for row in page:
                 partition = self.partitions[row.id]
-                paused = partition.row.settings.paused
+                before, after = partition.row.settings, row.settings
                 partition.redefine(row)
                 self._turn.touch(partition)
-                for name in paused.keys() ^ row.settings.paused.keys():
+                for name in before.paused.keys() ^ after.paused.keys():
                     if name in partition.groups:
                         pause_changed(partition.groups[name])
+                for name in before.group_rates.keys() | after.group_rates.keys():
+                    # The limit has changed, or the partition's share of it.
+                    if name in partition.groups:
+                        wake_group(partition.groups[name])
+
+    def spend_rate(self, partition: Partition, frame: FrameView) -> None:
+        """Count rows of a hidden partition against the limit of its subject; raises ``RateLimited`` at the limit."""
+        target = self.subjects.get(partition.row.name)
+        rate = None if target is None else target.send_rate
+        if rate is not None:
+            refusal = rate.refusal(partition.row.subject, self._turn.clock.monotonic())
+            if refusal is not None:
+                raise refusal
+            rate.spend(frame.count, frame.size)
 
     def delete(self, partitions: Iterable[Partition]) -> None:
         """Delete partitions. If the disk fills up, the pages of rows written so far are in effect."""

@@ -17,6 +17,7 @@ from plait.broker.appender import FIRST_FRAMES_BOUND, ActionBuffer, Appender, Su
 from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.groups.group import Bury, Group
+from plait.broker.groups.limited_delivery import OpeningRates
 from plait.broker.groups.ordered.locks import LockFloors
 from plait.broker.groups.waking import wake
 from plait.broker.partitions.partition import LogPositions, Partition
@@ -97,6 +98,7 @@ class Turn:
         self.dirty_shards: set[int] = set()
         #: The lowest epochs under which locks of ordered groups are granted.
         self.floors = LockFloors()
+        self.rates = OpeningRates()
         self.scans = Scans(clock.monotonic, self.limits.pull_wait_seconds)
         #: Running syncs, and when each began (monotonic clock).
         self.syncs: dict[SyncWork, float] = {}

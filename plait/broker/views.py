@@ -27,6 +27,7 @@ def subject_view(broker: Broker, partition: Partition) -> SubjectInfo:
         partition.row.created,
         config.retention_seconds if seconds is None else seconds,
         config.retention_bytes if size is None else size,
+        settings.send_rate,
     )
 
 
@@ -85,4 +86,5 @@ def group_view(group: Group, *, counted: bool = False) -> GroupInfo:
         definition.filter,
         definition.filter_version,
         group.paused or None,
+        None if group.rate is None else group.rate.rate,
     )

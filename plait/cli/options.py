@@ -17,6 +17,7 @@ from plait.limits import GIB, KIB, LEASE_SECONDS_MAX, LEASE_SECONDS_MIN, MIB
 
 if TYPE_CHECKING:
     from plait.client.client import Client
+    from plait.model.rate import Rate
 
 
 def described(text: str) -> Parameter:
@@ -139,6 +140,25 @@ def time_of(text: str) -> datetime:
     except ValueError:
         raise InvalidArgument(f"time {text!r} is not understood; write it as in 2025-01-31T12:00:00Z") from None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def rate_of(text: str, option: str) -> Rate:
+    """A rate such as ``500``, ``10MiB`` or ``500,10MiB``: messages and bytes a second; ``none``: no limit."""
+    from plait.model.rate import Rate
+
+    found: dict[str, float] = {}
+    for part in [] if text.strip() == "none" else text.split(","):
+        match = _SIZE.fullmatch(part.strip())
+        if match is None or match[2].lower() not in _UNITS:
+            raise InvalidArgument(
+                f"{option} {text!r} is not understood; write messages or bytes a second as in 500, 10MiB or "
+                "500,10MiB, or none"
+            )
+        name = "bytes_per_second" if match[2] else "messages_per_second"
+        if name in found:
+            raise InvalidArgument(f"{option} {text!r} has two numbers of {name.split('_')[0]}; write one of each")
+        found[name] = float(match[1]) * _UNITS[match[2].lower()]
+    return Rate(**found)
 
 
 def size_of(text: str) -> int:

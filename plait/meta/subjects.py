@@ -19,8 +19,9 @@ from plait.meta.database.store import StoreChange
 from plait.meta.route_rebuild import check, missing, rebuilt
 from plait.model import names
 from plait.model.logical_partitions import NumberedRun
+from plait.model.rate import Rate
 from plait.model.route import PartitionId, Route, announced, check_places, default_route
-from plait.model.settings import SubjectSettings, subject_settings, text_of, with_pause
+from plait.model.settings import SubjectSettings, subject_settings, text_of, with_pause, with_rate
 from plait.model.subject_patterns import SubjectPatterns
 from plait.wire.admin.cluster import RegisteredPartition
 from plait.wire.admin.subjects import MatchedSubjects
@@ -170,6 +171,12 @@ class Subjects:
         changed = with_pause(settings, group, self._core.clock.now() if paused else 0)
         self._set(row, changed)
         return changed.paused.get(group, settings.paused.get(group))
+
+    @decided
+    def set_rate(self, name: str, group: str | None, rate: Rate | None) -> None:
+        """Set the limit of a group, or of sends."""
+        row = self.row(name)
+        self._set(row, with_rate(subject_settings(row.settings), group, rate))
 
     def _set(self, row: SubjectRow, settings: SubjectSettings) -> None:
         name, text = row.name, text_of(settings)

@@ -8,8 +8,9 @@ from typing import Literal
 import msgspec
 
 from plait.errors import InvalidArgument, LimitExceeded
-from plait.limits import AGE_SECONDS_MAX, PAUSED_GROUPS_MAX, RETENTION_BYTES_MAX
+from plait.limits import AGE_SECONDS_MAX, LIMITED_GROUPS_MAX, PAUSED_GROUPS_MAX, RETENTION_BYTES_MAX
 from plait.model import names
+from plait.model.rate import Rate
 
 
 class ShareMode(StrEnum):
@@ -42,6 +43,9 @@ class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Group → since when it is paused, in microseconds since 1970: its consumers get no messages. Partitions that the
     #: subject gets later have the same settings, so the group is paused there too.
     paused: dict[str, int] = {}
+    #: The limit of what is stored; of what each group is delivered. Each partition enforces its share.
+    send_rate: Rate | None = None
+    group_rates: dict[str, Rate] = {}
 
     def __post_init__(self) -> None:
         if self.order not in ("best_tried", "strict"):
@@ -70,6 +74,24 @@ def with_pause(settings: SubjectSettings, group: str, now: int) -> SubjectSettin
     else:
         paused.setdefault(group, now)
     return msgspec.structs.replace(settings, paused=paused)
+
+
+def with_rate(settings: SubjectSettings, group: str | None, rate: Rate | None) -> SubjectSettings:
+    """The settings with this limit of a group or, with ``group`` None, of sends; None: there is none."""
+    rate = rate if rate is not None and rate.limited else None
+    if group is None:
+        return msgspec.structs.replace(settings, send_rate=rate)
+    rates = {name: each for name, each in settings.group_rates.items() if name != group}
+    if rate is not None:
+        if len(rates) >= LIMITED_GROUPS_MAX:
+            raise LimitExceeded(
+                f"{LIMITED_GROUPS_MAX} groups of the subject have a rate, the limit is reached (limit "
+                "`LIMITED_GROUPS_MAX`); remove the rates of some of them",
+                limit="LIMITED_GROUPS_MAX",
+                value=LIMITED_GROUPS_MAX,
+            )
+        rates[group] = rate
+    return msgspec.structs.replace(settings, group_rates=rates)
 
 
 class GroupSettings(msgspec.Struct, frozen=True, omit_defaults=True):

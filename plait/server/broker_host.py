@@ -82,6 +82,7 @@ class BrokerHost:
         # A partial instead of a method saves a Python call in every turn with a change.
         turn.on_dirty = partial(self.loop.call_soon, turn.run)
         turn.on_work = self._committed
+        turn.rates.on_change = self.arm_timer
         turn.scans.budget.on_begin = partial(self.loop.call_soon, turn.scans.next_turn)
         turn.check_space()
         return report

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from plait.broker.groups.ordered.locks import LockFloors
     from plait.broker.groups.waking import Waiter
     from plait.broker.partitions.partition import Delivery, Partition
+    from plait.broker.rate_limit import RateLimit
 
 #: If consumers are lost while they hold a message, it becomes a dead letter only after this many deliveries, even if
 #: its policy allows fewer attempts: a lost consumer had not started most of the rows that it held.
@@ -111,6 +112,12 @@ class ScanTurns(Protocol):
     def later(self, owner: object, work: Callable[[], None]) -> None: ...
 
 
+class RateTimers(Protocol):
+    """Serves groups again when their limits open."""
+
+    def expect(self, group: Group, due: float) -> None: ...
+
+
 class Journal(Protocol):
     """Records the events of groups, and makes dead letters. The broker's turn implements it."""
 
@@ -123,6 +130,9 @@ class Journal(Protocol):
 
     @property
     def scans(self) -> ScanTurns: ...
+
+    @property
+    def rates(self) -> RateTimers: ...
 
     def event(self, group: Group, event: Event) -> None: ...
 
@@ -161,6 +171,7 @@ class Group(ABC):
         "partition",
         "paused",
         "positions",
+        "rate",
         "redelivered_count",
         "retained",
         "used",
@@ -180,6 +191,8 @@ class Group(ABC):
         self.partition = partition
         #: Since when the group is paused, in microseconds since 1970; 0: it is not. The partition sets it.
         self.paused = 0
+        #: The limit of what is delivered; None: there is none. The partition sets it.
+        self.rate: RateLimit | None = None
         self.limits = limits
         self.journal = journal
         self._consumers: dict[str, AttachedConsumer] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 
 from plait.broker.groups.filtered_rows import take_matching
@@ -15,6 +16,7 @@ from plait.broker.groups.group import (
     Journal,
     NackOutcome,
 )
+from plait.broker.groups.limited_delivery import take_limited
 from plait.broker.groups.scattered_rows import take_scattered
 from plait.broker.partitions.partition import Delivery, Partition
 from plait.limits import ServerLimits
@@ -140,9 +142,10 @@ class SharedGroup(Group):
     def serve(self) -> None:
         """Answer suspended pulls, the longest waiting first, until there are no more rows or pulls."""
         passed, waiters = 0, self.waiters
+        take = self.take if self.rate is None else partial(take_limited, self)
         while passed < len(waiters):
             waiter = next(islice(waiters, passed, None))
-            delivery = self.take(waiter.consumer, waiter.count, waiter.size)
+            delivery = take(waiter.consumer, waiter.count, waiter.size)
             if delivery is not None:
                 waiter.leave()
                 waiter.reply(delivery)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from plait.broker.partitions import frame_search
 from plait.broker.partitions.frame_search import KeyCache, KnownRows
+from plait.broker.rate_limit import RateLimit, rate_limit
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
 from plait.frame.columns import SELECTION_BIT
@@ -124,6 +125,7 @@ class Partition:
         "readers",
         "row",
         "searched",
+        "send_rate",
         "shard",
         "size",
         "start",
@@ -134,6 +136,8 @@ class Partition:
     def __init__(self, row: PartitionRow, consume_log: ConsumeLog, known_rows: KnownRows) -> None:
         self.consume_log = consume_log
         self._groups: dict[str, Group] = {}
+        #: The limit of what is stored here; None: there is none.
+        self.send_rate: RateLimit | None = None
         #: Only ``add_group`` and ``remove_group`` change it.
         self.groups: Mapping[str, Group] = self._groups
         #: The logical partitions whose rows it accepts; None: all.
@@ -175,7 +179,7 @@ class Partition:
 
     def add_group(self, group: Group) -> None:
         self._groups[group.name] = group
-        group.paused = self.row.settings.paused.get(group.name, 0)
+        self._set(group)
         self.redefined()
 
     def remove_group(self, group: Group) -> None:
@@ -188,8 +192,6 @@ class Partition:
 
     def redefine(self, row: PartitionRow) -> None:
         self.row = row
-        for group in self._groups.values():
-            group.paused = row.settings.paused.get(group.name, 0)
         self.accepts = None if row.lps is None else lp_set(row.lps)
         self.fences = None
         if row.lps is not None:
@@ -197,6 +199,28 @@ class Partition:
             for first, end, fence in row.fences:
                 self.fences[first:end] = fence
         self._slots = [(start, np.flatnonzero(lp_set(runs))) for start, runs in row.taken]
+        self.send_rate = rate_limit(row.settings.send_rate, self.send_rate, self.share())
+        for group in self._groups.values():
+            self._set(group)
+
+    def _set(self, group: Group) -> None:
+        """Apply the settings of the subject to a group."""
+        settings = self.row.settings
+        group.paused = settings.paused.get(group.name, 0)
+        wanted = settings.group_rates.get(group.name)
+        group.rate = None if wanted is None else rate_limit(wanted, group.rate, self.share(group))
+
+    def share(self, group: Group | None = None) -> float:
+        """The share of the subject that the partition has: of its LPs, those whose rows are stored here.
+
+        For a group, also those that were sealed here and that it has not finished: their next rows come from here too.
+        """
+        if self.accepts is None:
+            return 1.0
+        lps = self.accepts
+        if group is not None and self.fences is not None and self.fences.any():
+            lps = lps | (self.fences > group.floor)
+        return max(int(np.count_nonzero(lps)), 1) / LOGICAL_PARTITIONS
 
     def known_until(self, route: int) -> npt.NDArray[np.int64]:
         """For each LP, the first sequence that a route of this version does not cover; -1: it covers all."""

@@ -108,6 +108,9 @@ class Stages:
             raise FrameError("frames with due times and frames without need separate stages")
         if stage.delayed:
             check_due(int(frame.values(Column.DELIVER_AT).max()), self._turn.clock.now())
+        if frame.first > partition.next:
+            # A resend of stored rows does not count.
+            self._catalog.spend_rate(partition, frame)
 
     def complete(self, producers: Iterable[tuple[int, int]], reply: Reply) -> None:
         """Check that stages, given as (producer, rows), are complete; ``reply`` is called when they are durable."""

@@ -155,6 +155,7 @@ class Transactions:
                 )
             self._refuse_closed(partition.row.name)
             self._check_room(transaction, frame)
+            self._catalog.spend_rate(partition, frame)
             try:
                 log.place_for(frame.size)
             except OSError as error:

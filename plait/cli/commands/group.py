@@ -11,7 +11,18 @@ from msgspec import to_builtins
 from msgspec.structs import asdict, replace
 
 from plait.cli.commands.rewind import rewind
-from plait.cli.options import NODE, NodeOptions, Partition, Yes, confirm, described, duration_of, signed, whole_of
+from plait.cli.options import (
+    NODE,
+    NodeOptions,
+    Partition,
+    Yes,
+    confirm,
+    described,
+    duration_of,
+    rate_of,
+    signed,
+    whole_of,
+)
 from plait.cli.output import (
     format_micros,
     format_time,
@@ -79,6 +90,7 @@ def describe(subject: Subject, group: Group, /, *, partition: Partition = None, 
                 if found.paused is None
                 else [("paused", f"since {format_micros(found.paused)} (plait group resume)")]
             ),
+            *_rate_facts(found),
             ("delivery", found.delivery.replace("_", " ")),
             ("retry", f"failed messages wait {found.retry}"),
             *_filter_facts(found),
@@ -150,12 +162,16 @@ def set_(
     where: Annotated[str | None, described("Deliver only messages that match, as in \"city = 'BJS'\".")] = None,
     tag: Annotated[list[str] | None, described("Only messages with this tag; give it again for another one.")] = None,
     no_filter: Annotated[bool, described("Deliver all messages.")] = False,
+    rate: Annotated[
+        str | None, described("Messages and bytes that it gets in a second at most, as in 500, 10MiB, both, or none.")
+    ] = None,
     node: NodeOptions = NODE,
 ) -> None:
-    """Change the retry policy of a group without connected consumers, or the filter of a group.
+    """Change the retry policy of a group without connected consumers, or the filter or the rate of a group.
 
     Omitted retry values stay unchanged. --where and --tag together replace the filter.
     """
+    limit = None if rate is None else rate_of(rate, "--rate")
     changed: dict[str, Any] = {}
     if attempts is not None:
         changed["attempts"] = None if attempts == "unlimited" else whole_of(attempts, "--attempts")
@@ -169,10 +185,10 @@ def set_(
     filtered = where is not None or bool(tag)
     if filtered and no_filter:
         raise InvalidArgument("--no-filter removes the filter; leave --where and --tag out")
-    if not (changed or filtered or no_filter):
+    if not (changed or filtered or no_filter or limit is not None):
         raise InvalidArgument(
-            "nothing to change; use --attempts, --first, --factor, --longest, --steps, --expires, --where, --tag or "
-            "--no-filter"
+            "nothing to change; use --attempts, --first, --factor, --longest, --steps, --expires, --where, --tag, "
+            "--no-filter or --rate"
         )
 
     async def work(client: Client) -> GroupInfo:
@@ -182,11 +198,18 @@ def set_(
             found = await admin.set_group(subject, group, retry=replace(found.retry, **changed))
         if filtered or no_filter:
             found = await admin.set_group_filter(subject, group, where=where, tags=tag)
+        if limit is not None:
+            await admin.set_group_rate(subject, group, **asdict(limit))
+            found = await admin.group(subject, group)
         return found
 
     found = node.run(work)
     facts = [("subject", subject), ("group", group), ("retry", f"failed messages wait {found.retry}")]
-    print_result(node.output, found, [*facts, *_filter_facts(found)])
+    print_result(node.output, found, [*facts, *_filter_facts(found), *_rate_facts(found)])
+
+
+def _rate_facts(group: GroupInfo) -> list[tuple[str, str]]:
+    return [] if group.rate is None else [("rate", f"{group.rate} at most")]
 
 
 def _filter_facts(group: GroupInfo) -> list[tuple[str, str]]:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from cyclopts import App
+from msgspec.structs import asdict
 
-from plait.cli.options import NODE, NodeOptions, Yes, confirm, described, duration_of, flag, size_of
+from plait.cli.options import NODE, NodeOptions, Yes, confirm, described, duration_of, flag, rate_of, size_of
 from plait.cli.output import (
     format_duration,
     format_micros,
@@ -121,18 +122,29 @@ def set_(
     retention_size: Annotated[
         str | None, described("How much of the newest messages is kept at least, as in 10GiB, or default.")
     ] = None,
+    send_rate: Annotated[
+        str | None, described("Messages and bytes that are sent in a second at most, as in 500, 10MiB, both, or none.")
+    ] = None,
     node: NodeOptions = NODE,
 ) -> None:
-    """Change the retention of a subject; omitted values stay unchanged."""
-    if retention is None and retention_size is None:
-        raise InvalidArgument(f"nothing to change in {subject!r}; use --retention or --retention-size")
+    """Change the retention or the send rate of a subject; omitted values stay unchanged."""
+    rate = None if send_rate is None else rate_of(send_rate, "--send-rate")
+    if retention is None and retention_size is None and rate is None:
+        raise InvalidArgument(f"nothing to change in {subject!r}; use --retention, --retention-size or --send-rate")
     changes: dict[str, Any] = {}
     if retention is not None:
         changes["retention"] = "default" if retention == "default" else duration_of(retention)
     if retention_size is not None:
         changes["retention_bytes"] = "default" if retention_size == "default" else size_of(retention_size)
-    changed = node.run(lambda client: client.admin.set_subject(subject, **changes))
-    _print_subject(changed, node.output)
+
+    async def work(client: Client) -> SubjectInfo:
+        if rate is not None:
+            await client.admin.set_send_rate(subject, **asdict(rate))
+        if changes:
+            return await client.admin.set_subject(subject, **changes)
+        return (await client.admin.subject(subject)).subject
+
+    _print_subject(node.run(work), node.output)
 
 
 @app.command
@@ -228,6 +240,7 @@ def _print_subject(subject: SubjectInfo, output: str = "table") -> None:
             *([] if several else [("sequences", f"{subject.start} up to {subject.end}")]),
             ("kept for", format_duration(subject.retention_seconds)),
             ("kept at least", "-" if subject.retention_bytes is None else format_size(subject.retention_bytes)),
+            *([] if subject.send_rate is None else [("send rate", f"{subject.send_rate} at most")]),
             ("groups", str(subject.groups)),
             ("created", format_micros(subject.created)),
         ],

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from plait.client.admin.dead_letter_admin import DeadAdmin
 from plait.client.admin.parked_key_admin import ParkedAdmin
+from plait.client.admin.rate_admin import RateAdmin
 from plait.client.admin.recurrence_admin import RecurrenceAdmin
 from plait.client.admin.rewind_admin import RewindAdmin
 from plait.client.admin.schedule_admin import ScheduleAdmin
@@ -140,7 +141,7 @@ _GROUP_SUMS: Final = [
 ]
 
 
-class Admin(DeadAdmin, ScheduleAdmin, RecurrenceAdmin, ParkedAdmin, RewindAdmin, TransactionAdmin):
+class Admin(DeadAdmin, ScheduleAdmin, RecurrenceAdmin, ParkedAdmin, RewindAdmin, RateAdmin, TransactionAdmin):
     """The operations of ``plait subject``, ``group``, ``dlq``, ``schedule``, ``cron``, ``transactions``, ``cluster``.
 
     Where a subject has several partitions, ``partition`` selects one: "name@group".
@@ -282,8 +283,9 @@ class Admin(DeadAdmin, ScheduleAdmin, RecurrenceAdmin, ParkedAdmin, RewindAdmin,
             await self._each(places, subjects.DELETE_GROUP, group=group)
         except GroupNotFound as error:
             missing = error
-        # A later group of this name is not paused.
+        # A later group of this name is not paused, and has no rate.
         await self._run(subjects.PAUSE_GROUP, subject=subject, group=group, paused=False)
+        await self._run(subjects.SET_RATE, subject=subject, group=group, rate=None)
         remembered = await self._run(subjects.FORGET_GROUP, subject=subject, group=group)
         if missing is not None and not remembered:
             raise missing

@@ -52,6 +52,8 @@ class SyncAdmin(Blocking[Admin]):
     rewind_group = blocking(Admin.rewind_group)
     pause_group = blocking(Admin.pause_group)
     resume_group = blocking(Admin.resume_group)
+    set_send_rate = blocking(Admin.set_send_rate)
+    set_group_rate = blocking(Admin.set_group_rate)
     set_group = blocking(Admin.set_group)
     set_group_filter = blocking(Admin.set_group_filter)
     delete_group = blocking(Admin.delete_group)

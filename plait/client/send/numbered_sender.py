@@ -18,8 +18,9 @@ from collections.abc import Callable
 
 from plait.client.client import Client
 from plait.client.net.router import SubjectRoute
+from plait.client.send.partition_sender import pause_of
 from plait.client.types import PartitionName
-from plait.errors import OutOfSequence, PlaitError, Timeout, UnknownProducer
+from plait.errors import OutOfSequence, PlaitError, RateLimited, Timeout, UnknownProducer
 from plait.frame.builder import FrameParts
 from plait.wire import messages as m
 from plait.wire.link import Link
@@ -68,6 +69,8 @@ class NumberedSender:
                 if stored == last or stored >= parts.first:
                     raise
                 last = stored
+            except RateLimited as error:
+                await asyncio.sleep(pause_of(error, self._limits))
             except UnknownProducer:
                 if not last:
                     raise

@@ -29,12 +29,14 @@ from plait.errors import (
     DiskFull,
     FlowControl,
     PlaitError,
+    RateLimited,
     ReadOnly,
     StaleRoute,
     SubjectNotFound,
     Timeout,
     Unavailable,
 )
+from plait.limits import ClientLimits
 from plait.wire import messages as m
 from plait.wire.link import Link
 
@@ -43,6 +45,11 @@ if TYPE_CHECKING:
 
 #: Errors of a broker that has not stored the frame and may store it later.
 REFUSALS: Final = (ReadOnly, DiskFull, FlowControl)
+
+
+def pause_of(error: RateLimited, limits: ClientLimits) -> float:
+    """Seconds until the next attempt: as the broker says, and not long, because the rate may be changed meanwhile."""
+    return min(float(error.details.get("seconds", 0.0)), limits.send_retry_max_seconds)
 
 
 class PartitionSender:
@@ -61,6 +68,10 @@ class PartitionSender:
         #: After a refusal: the timer of the next attempt, and its pause.
         self._retry: asyncio.TimerHandle | None = None
         self._pause = 0.0
+        #: Frames that may be under way; fewer for a moment after the broker refused some because of a rate.
+        self._allowed = self.producer.limits.in_flight_frames
+        #: No row times out before this (loop time): the broker refused it because of a rate.
+        self._patience = 0.0
         #: The timer after which unsent frames move to another partition, because the broker cannot be reached.
         self._elsewhere: asyncio.TimerHandle | None = None
 
@@ -100,7 +111,10 @@ class PartitionSender:
         """Remove all rows, none of which is stored, and return them as frames in order."""
         self.seal()
         self._stop_timers()
-        return self.window.take_back()
+        frames = self.window.take_back()
+        for frame in frames:
+            frame.deadline = max(frame.deadline, self._patience)
+        return frames
 
     # --- frames out -----------------------------------------------------------------------------
 
@@ -123,7 +137,7 @@ class PartitionSender:
             if not self.draining or not window.resolved:
                 self.target.look()
             return
-        limit = self.producer.limits.in_flight_frames
+        limit = self._allowed
         for frame in window.frames:
             if window.under_way >= limit:
                 return
@@ -222,6 +236,8 @@ class PartitionSender:
         if error is None:
             window.stored(frame, self.target.name, answer.sequence)
             self._pause = 0.0
+            if self._allowed < self.producer.limits.in_flight_frames:
+                self._allowed = min(2 * self._allowed, self.producer.limits.in_flight_frames)
             sender = self.subject_sender
             sender.lookup.backoff = 0.0
             sender.used_at = frame.sent_at
@@ -237,6 +253,8 @@ class PartitionSender:
             if isinstance(error, StaleRoute):
                 frame.state = NOT_STORED[frame.state]
                 self._wrong_partition(error)
+            elif isinstance(error, RateLimited):
+                self._limited(frame, error)
             elif isinstance(error, REFUSALS):
                 self._refused(frame, error)
             else:
@@ -266,6 +284,20 @@ class PartitionSender:
         elif not self.subject_sender.move(frame, self, error):
             self.window.fail(frame, error)
 
+    def _limited(self, frame: SentFrame, error: RateLimited) -> None:
+        """Resend a frame in its order when the subject's rate allows it; see docs/rates.md.
+
+        The first resend is one frame, so that few frames travel in vain. No row times out meanwhile: callers wait.
+        """
+        self.window.broken = True
+        frame.refusal = error
+        limits, now = self.producer.limits, self.producer.loop.time()
+        pause = pause_of(error, limits)
+        self._allowed = 1
+        self._patience = now + pause + limits.send_seconds
+        if self._retry is None:
+            self._retry = self.producer.loop.call_later(pause, self._try_again)
+
     def _try_again(self) -> None:
         self._retry = None
         self._pump()
@@ -282,6 +314,9 @@ class PartitionSender:
         """Fail the rows without a reply in time. Whether they are stored is unknown, unless the broker refused them."""
         self._timer = None
         window = self.window
+        if self._patience > self.producer.loop.time():
+            self._arm(self._patience)
+            return
         expired = window.expire(self.producer.loop.time(), lambda: self.subject_sender.timeout(self.target.node))
         if window.frames:
             self._arm(min(frame.deadline for frame in window.frames))

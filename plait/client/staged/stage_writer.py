@@ -18,6 +18,7 @@ from plait import chance
 from plait.client.client import Client
 from plait.client.net.node import Node
 from plait.client.net.router import SubjectRoute
+from plait.client.send.partition_sender import pause_of
 from plait.client.send.producer import new_producer_id
 from plait.client.send.row_columns import RowColumns, Rows, groups_of
 from plait.client.types import PartitionName
@@ -26,6 +27,7 @@ from plait.errors import (
     FlowControl,
     OutOfSequence,
     PlaitError,
+    RateLimited,
     ReadOnly,
     StaleRoute,
     Timeout,
@@ -154,6 +156,12 @@ class StageSender:
             if len(self._frames) < before:
                 patience, before = loop.time() + limit, len(self._frames)
                 pause = self._limits.send_retry_first_seconds
+            if isinstance(self._error, RateLimited):
+                # The subject is at its rate: the stage waits, as other sends do.
+                patience = loop.time() + limit
+                await asyncio.sleep(pause_of(self._error, self._limits))
+                await self._again()
+                continue
             if self._error is not None:
                 if not isinstance(self._error, _PASSING) or loop.time() > patience:
                     raise self._error

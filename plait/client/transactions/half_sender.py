@@ -18,11 +18,13 @@ from plait import chance
 from plait.client.net.node import Node
 from plait.client.net.router import Router, SubjectRoute
 from plait.client.send.open_rows import hash_keys
+from plait.client.send.partition_sender import pause_of
 from plait.client.types import PartitionName
 from plait.errors import (
     DiskFull,
     FlowControl,
     PlaitError,
+    RateLimited,
     ReadOnly,
     StaleRoute,
     Timeout,
@@ -212,6 +214,11 @@ class HalfSender:
                     raise
                 await asyncio.sleep(pause)
                 await self._refreshed(refresh)
+            except RateLimited as error:
+                # A send beyond the subject's rate waits, as other sends do.
+                deadline = loop.time() + limits.send_seconds
+                await asyncio.sleep(pause_of(error, limits))
+                continue
             except PASSING:
                 if loop.time() > deadline:
                     raise

@@ -91,6 +91,10 @@ class MetaHandlers:
             (g.MATCH_SUBJECTS, host.match_subjects),
             (g.SET_SUBJECT, lambda r: host.set_subject(r.subject, lambda s: s.subjects.update(r.subject, r.settings))),
             (g.PAUSE_GROUP, lambda r: host.set_subject(r.subject, partial(_pause, r))),
+            (
+                g.SET_RATE,
+                lambda r: host.set_subject(r.subject, lambda s: s.subjects.set_rate(r.subject, r.group, r.rate)),
+            ),
             (g.DELETE_SUBJECT, lambda r: host.delete_subject(r.subject)),
             (c.DESCRIBE_ROUTE, lambda r: self._route(r.subject)),
             (c.EXPAND_SUBJECT, self._expand),

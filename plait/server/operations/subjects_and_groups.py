@@ -15,7 +15,7 @@ from plait.broker.views import group_view, subject_view
 from plait.errors import InvalidArgument
 from plait.frame.header import SEQUENCE_MAX
 from plait.model import names
-from plait.model.settings import SubjectSettings, with_pause
+from plait.model.settings import SubjectSettings, with_pause, with_rate
 from plait.server.broker_host import BrokerHost
 from plait.server.operations.partitions import Answer
 from plait.wire.admin.operation import Nothing
@@ -27,6 +27,7 @@ from plait.wire.admin.subjects import (
     OfSubjects,
     PauseGroup,
     SetGroupFilter,
+    SetRate,
     SetSubject,
     SubjectDetails,
 )
@@ -68,6 +69,13 @@ def pause(host: BrokerHost, request: PauseGroup) -> int | None:
     if changed != settings:
         host.broker.catalog.update_subject(request.subject, changed)
     return changed.paused.get(request.group, settings.paused.get(request.group))
+
+
+def set_rate(host: BrokerHost, request: SetRate) -> None:
+    settings = host.broker.partition_of(request.subject, create=False).row.settings
+    changed = with_rate(settings, request.group, request.rate)
+    if changed != settings:
+        host.broker.catalog.update_subject(request.subject, changed)
 
 
 def rewind(host: BrokerHost, request: RewindGroup, answer: Answer) -> None:

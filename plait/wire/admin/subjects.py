@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from plait.model.filter_terms import FilterTerms
+from plait.model.rate import Rate
 from plait.model.retry_policy import Retry
 from plait.wire.admin.operation import Nothing, Operation, Request
 
@@ -24,6 +25,8 @@ class SubjectInfo(msgspec.Struct, frozen=True):
     created: int
     retention_seconds: float | None
     retention_bytes: int | None
+    #: The limit of what is stored a second, for the whole subject; None: there is none.
+    send_rate: Rate | None = None
 
 
 class ConsumerInfo(msgspec.Struct, frozen=True):
@@ -74,6 +77,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
     filter_version: int = 0
     #: Since when the group is paused, in microseconds since 1970; None: it is not.
     paused: int | None = None
+    #: The limit of what is delivered a second, over all partitions; None: there is none.
+    rate: Rate | None = None
 
 
 class SubjectDetails(msgspec.Struct, frozen=True):
@@ -183,6 +188,14 @@ class PauseGroup(OfGroup):
     paused: bool
 
 
+class SetRate(Request):
+    """Set the limit of a group or, with ``group`` None, of what is stored; ``rate`` None: there is none."""
+
+    subject: str
+    group: str | None
+    rate: Rate | None
+
+
 class SetGroup(OfGroup):
     """Change the retry settings of an idle group."""
 
@@ -208,6 +221,7 @@ GROUP_BEGAN = Operation[int | None]("group.began", Began, int | None)
 GROUP_REMEMBERED = Operation("group.remembered", AskRemembered, Remembered)
 #: Since when the group is paused or, for a resumed group, was paused; None: it was not paused.
 PAUSE_GROUP = Operation[int | None]("group.pause", PauseGroup, int | None)
+SET_RATE = Operation[None]("subject.rate", SetRate)
 SET_GROUP = Operation("group.set", SetGroup, GroupInfo)
 SET_GROUP_FILTER = Operation("group.filter", SetGroupFilter, GroupInfo)
 DELETE_GROUP = Operation[None]("group.delete", OfGroup)

@@ -6,6 +6,7 @@ Cursors at the same position are read together, and cut out of each frame as one
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import takewhile
 
 import msgspec
@@ -13,6 +14,7 @@ import numpy as np
 
 from plait.broker.groups.filtered_rows import examine
 from plait.broker.groups.group import AttachedConsumer, Group
+from plait.broker.groups.limited_delivery import take_limited
 from plait.broker.groups.ordered.cursor_set import CursorSet
 from plait.broker.groups.ordered.frame_pieces import LOOK_MAX, Chooser, FramePiece, RowTake, cut_matching, cut_out
 from plait.broker.groups.ordered.in_flight import InFlightRows
@@ -99,7 +101,9 @@ class OrderedDelivery(msgspec.Struct, eq=False):
 
     def serve(self) -> None:
         """Answer suspended pulls. Each gets rows of its own LPs, so one without rows does not end the others."""
-        visible, ready = self._group.partition.visible, set()
+        group, ready = self._group, set()
+        visible = group.partition.visible
+        take = self.take if group.rate is None else partial(take_limited, group)
         # A cheap test: most owners have no rows.
         for cursor in self._group.positions.values():
             end = min(visible, cursor.limit) if cursor.limit else visible
@@ -107,7 +111,7 @@ class OrderedDelivery(msgspec.Struct, eq=False):
                 ready.add(cursor.owner)
         for waiter in list(self._group.waiters):
             if waiter.consumer.id in ready:
-                delivery = self.take(waiter.consumer, waiter.count, waiter.size)
+                delivery = take(waiter.consumer, waiter.count, waiter.size)
                 if delivery is not None and waiter.leave():
                     waiter.reply(delivery)
 
