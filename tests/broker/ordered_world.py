@@ -18,10 +18,12 @@ from typing import Literal
 from plait.broker.views import group_view
 from plait.errors import GroupBusy, InvalidArgument, LimitExceeded
 from plait.limits import ServerLimits
+from plait.model.rate import Rate
 from plait.model.retry_policy import Retry
-from plait.model.settings import with_pause
+from plait.model.settings import with_pause, with_rate
 from plait.storage.checkpoint import KEEP
 from tests.broker.ordered_node import GROUP, NEWEST, SUBJECT, Held, Owner, keyed, make_subject
+from tests.broker.rate_record import RateRecord
 from tests.support.broker_node import Node, Producer
 from tests.support.progress import within_cpu_seconds
 
@@ -55,6 +57,10 @@ class World:
         self.later = random.Random(f"{seed} later")
         self.rewinding = self.later.choice((0.0, 0.01, 0.03))
         self.paused = False
+        #: Draws the limits of the group. Some runs have none.
+        self.limiting = random.Random(f"{seed} rates")
+        self.rates = self.limiting.choice(((None,), (None, 20.0, 200.0)))
+        self.rate = RateRecord()
         limits = ServerLimits(
             consumer_ranges=self.rng.choice((3, 10_000)),
             held_keys=random.Random(seed).choice((3, 10_000)),
@@ -186,6 +192,7 @@ class World:
         if self.attached(owner):
             pulled = owner.pull(self.rng.choice((1, 5, 100)), self.rng.choice((1, 400, 1 << 20)))
             assert not (pulled and self.paused), f"the paused group delivered {len(pulled)} rows"
+            self.rate.delivered(len(pulled), self.node.clock.monotonic())
 
     def ready(self, owner: Owner) -> list[Held]:
         """The rows that an owner may handle, except for the slow message."""
@@ -239,6 +246,7 @@ class World:
             self.node = self.node.power_lost()
         else:
             self.node = getattr(self.node, how)()
+        self.rate.restarted(self.node.clock.monotonic())
         for name, owner in self.owners.items():
             owner.node = self.node
             if name not in self.silent:
@@ -272,6 +280,12 @@ class World:
         self.node.broker.catalog.update_subject(SUBJECT, with_pause(settings, GROUP, self.node.clock.now() * paused))
         self.node.turn()
         self.paused = paused
+
+    def limit_group(self, messages: float | None) -> None:
+        settings = self.node.partition(SUBJECT).row.settings
+        self.node.broker.catalog.update_subject(SUBJECT, with_rate(settings, GROUP, Rate(messages)))
+        self.node.turn()
+        self.rate.begin(messages, self.node.clock.monotonic())
 
     def rewind(self) -> None:
         """Stop all owners, some without detaching, and rewind the group as soon as no lease runs."""
@@ -404,8 +418,9 @@ class World:
         self.slow = ""
 
     def drain(self) -> None:
-        """End all faults and the pause: every row is handled."""
+        """End all faults, the pause and a low limit: every row is handled."""
         self.pause_group(paused=False)
+        self.limit_group(None if self.rate.messages is None else 1000.0)
         self.failing = 0.0
         self.zombies.clear()
         self.heal()
@@ -433,6 +448,8 @@ class World:
                 self.pause_group(paused=not self.paused)
                 if self.later.random() < 0.3:
                     self.crash(self.later.choice(("killed", "power_lost", "restart", "fallen_back")))
+            if self.limiting.random() < 0.03:
+                self.limit_group(self.limiting.choice(self.rates))
             self.step()
             self.check_memory()
             if number % 10 == 0:

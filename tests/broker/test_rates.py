@@ -17,6 +17,7 @@ from plait.model.rate import Rate
 from plait.model.retry_policy import Retry
 from plait.model.settings import SubjectSettings, with_pause, with_rate
 from tests.broker.ordered_node import GROUP, SUBJECT, Owner, keyed, make_subject
+from tests.broker.rate_model import RateModel
 from tests.support.broker_node import Node, Producer
 
 RETRY = Retry(steps=(2.0,), jitter=0)
@@ -409,3 +410,9 @@ def test_a_rate_of_bytes_counts_whole_frames():
             node.later(frame.error.details["seconds"])
         number += 1
     assert sent == pytest.approx(100_000, rel=0.05)
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_a_model_of_limits_with_crashes(first: int):
+    for seed in range(first, first + 10):
+        RateModel(seed).run(100)

@@ -11,10 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from plait.broker.groups.dead_letters import Choice
 from plait.broker.groups.group import LOST_ATTEMPTS_MIN, AttachedConsumer
 from plait.frame.columns import Column
+from plait.model.rate import Rate
 from plait.model.reason import Reason
 from plait.model.retry_policy import Retry
-from plait.model.settings import with_pause
+from plait.model.settings import with_pause, with_rate
 from plait.storage.logs.retained_log import HISTORY_MAX
+from tests.broker.rate_record import RateRecord
 from tests.support.broker_node import Node, Producer
 
 CLIENTS = st.sampled_from(["a", "b", "c"])
@@ -63,6 +65,7 @@ class Retrying(RuleBasedStateMachine):
         self.messages: list[Message] = []
         self.consumers: dict[str, AttachedConsumer] = {}
         self.paused = False
+        self.rate = RateRecord()
 
     def _consumer(self, client: str) -> AttachedConsumer:
         consumer = self.consumers.get(client)
@@ -111,7 +114,8 @@ class Retrying(RuleBasedStateMachine):
                 assert attempt == message.attempt + 1, f"{sequence} is on attempt {attempt}"
                 message.attempt, message.holder = attempt, client
                 got += 1
-        if got < count:
+        self.rate.delivered(got, self.node.clock.monotonic())
+        if got < count and self.rate.messages is None:
             late = [
                 sequence for sequence, message in enumerate(self.messages) if message.to_come and message.due[1] <= now
             ]
@@ -272,6 +276,15 @@ class Retrying(RuleBasedStateMachine):
             self.node.turn()
             self.paused = paused
 
+    @rule(messages=st.sampled_from([None, 0.5, 3, 40]))
+    def limit(self, messages: float | None) -> None:
+        """Limit the rate of the group, or end the limit."""
+        if self.messages:
+            settings = self.node.partition("orders").row.settings
+            self.node.broker.catalog.update_subject("orders", with_rate(settings, "g", Rate(messages)))
+            self.node.turn()
+            self.rate.begin(messages, self.node.clock.monotonic())
+
     @rule(data=st.data(), skipping=st.booleans(), closed=st.booleans())
     def rewind(self, data: st.DataObject, skipping: bool, closed: bool) -> None:
         """Rewind the group while its consumers are closed, or have lost their connections a moment ago."""
@@ -312,12 +325,14 @@ class Retrying(RuleBasedStateMachine):
     def crash(self, orderly: bool) -> None:
         """Restart the broker; the consumers attach again with the messages that they hold."""
         self.node = self.node.restart() if orderly else self.node.killed()
+        self.rate.restarted(self.node.clock.monotonic())
         self._attach_again()
 
     @precondition(lambda self: self.node.config.flush == "sync")
     @rule()
     def lose_power(self) -> None:
         self.node = self.node.power_lost()
+        self.rate.restarted(self.node.clock.monotonic())
         self._attach_again()
 
     def _attach_again(self) -> None:
@@ -360,6 +375,7 @@ class Retrying(RuleBasedStateMachine):
         for client in list(self.consumers):
             self.leave(client)
         self.pause(paused=False)
+        self.limit(messages=None)
         self.node.later(100)
         last = self.node.attach("orders", "g", "last")
         got: list[int] = []

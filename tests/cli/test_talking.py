@@ -119,7 +119,13 @@ def test_a_subject_is_created_changed_described_and_deleted(here: Here, subject:
     changed = json_of(run("set", subject, "--retention", "1h", "-o", "json"))
     assert (changed["retention_seconds"], changed["retention_bytes"]) == (3600, 1 << 30)
     assert "3d" in run("set", subject, "--retention", "default", "--retention-size", "default").stdout.decode()
-    assert b"use --retention or --retention-size" in run("set", subject).stderr
+    assert b"use --retention, --retention-size or --send-rate" in run("set", subject).stderr
+    limited = json_of(run("set", subject, "--send-rate", "10MiB, 500", "-o", "json"))
+    assert limited["send_rate"] == {"messages_per_second": 500.0, "bytes_per_second": 10 << 20}
+    assert b"500 messages/s, 10,485,760 bytes/s at most" in run("describe", subject).stdout
+    assert b"two numbers of messages" in run("set", subject, "--send-rate", "5,6").stderr
+    assert b"use a number from 0.01 to" in run("set", subject, "--send-rate", "0").stderr
+    assert b"at most" not in run("set", subject, "--send-rate", "none", "--retention", "2d").stdout
     unconfirmed = run("delete", subject)
     assert unconfirmed.returncode == 2
     assert b"--yes" in unconfirmed.stderr
@@ -164,6 +170,11 @@ def test_a_group_is_described_and_moved(node: Serving, here: Here, subject: str)
     assert b"where='amount > 1', tags=['new']" in group("describe", subject, "readers").stdout
     assert b"leave --where and --tag out" in group("set", subject, "readers", "--tag", "a", "--no-filter").stderr
     assert b"filter" not in group("set", subject, "readers", "--no-filter").stdout
+    limited = json_of(group("set", subject, "readers", "--rate", "500,10MiB", "-o", "json"))
+    assert limited["rate"] == {"messages_per_second": 500.0, "bytes_per_second": 10 << 20}
+    assert b"500 messages/s, 10,485,760 bytes/s at most" in group("describe", subject, "readers").stdout
+    assert b"at most" not in group("set", subject, "readers", "--rate", "none").stdout
+    assert b"--rate '5 stones' is not understood" in group("set", subject, "readers", "--rate", "5 stones").stderr
     assert group("set", subject, "readers").returncode == group("set", subject, "readers", "--attempts", "x").returncode
     assert b"confirm with --yes" in group("delete", subject, "readers").stderr
     assert group("delete", subject, "readers", "--yes").returncode == 0

@@ -18,6 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from plait.testing.simulated_disk import SimulatedDisk
 from tests.broker import ordered_world
+from tests.broker.rate_model import RateModel
 from tests.broker.test_filter_model import FilteredWorld, SharedModel, limited_examinations
 from tests.broker.test_lost_files import LIVES, check_all, overwrite, remove_files
 from tests.broker.test_query_model import run_queries
@@ -147,6 +148,10 @@ def _outbox(seed: int) -> None:
     RelayWorld(seed).run()
 
 
+def _rate_model(seed: int) -> None:
+    RateModel(seed).run(100)
+
+
 def _filter_model(seed: int) -> None:
     with limited_examinations(seed):
         SharedModel(seed, "at_least_once").run(60)
@@ -162,6 +167,7 @@ ORDERED_MODEL = Generator("model of ordered groups", _ordered_model, 80)
 FILTER_MODEL = Generator("models of filters", _filter_model, 40)
 QUERY_MODEL = Generator("model of queries", _query_model, 60)
 FIRING_MODEL = Generator("model of recurring messages", _firing_model, 60)
+RATE_MODEL = Generator("model of rates", _rate_model, 40)
 SCHEDULE_MODEL = Generator("model of delayed messages", _schedule_model, 20)
 TRANSACTION_MODEL = Generator("model of transactions", _transaction_model, 200)
 BROKER_LIVES = Generator("lives of a broker", _lives, 20)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.broker import filter_defects
+from tests.broker import filter_defects, rate_defects
 from tests.broker import test_lost_files as lost_files
 from tests.meta import firing_defects
 from tests.outbox import relay_defects
@@ -70,6 +70,9 @@ PLANTS: list[Plant] = [
     Plant(source_defects.negate_what_is_true_of_null, generators.PUSHED_FILTERS, (1, 4)),
     Plant(source_defects.compare_every_double_exactly, generators.PUSHED_FILTERS, (4,)),
     Plant(filter_defects.leave_out_what_is_not_examined, generators.FILTER_MODEL, (1,)),
+    # Rates.
+    Plant(rate_defects.begin_with_a_second_of_tokens, generators.RATE_MODEL, (0, 1)),
+    Plant(rate_defects.leave_limited_pulls_suspended, generators.RATE_MODEL, (0, 1)),
     # Storage.
     Plant(broker_defects.trust_the_page_cache, generators.CRASH_POINTS),
     Plant(broker_defects.define_partitions_once, generators.CRASH_POINTS),

@@ -287,16 +287,17 @@ class PartitionSender:
     def _limited(self, frame: SentFrame, error: RateLimited) -> None:
         """Resend a frame in its order when the subject's rate allows it; see docs/rates.md.
 
-        The first resend is one frame, so that few frames travel in vain. No row times out meanwhile: callers wait.
+        The first resend is one frame, and pauses become longer while other producers are faster, so that few frames
+        travel in vain. No row times out meanwhile: callers wait.
         """
         self.window.broken = True
         frame.refusal = error
-        limits, now = self.producer.limits, self.producer.loop.time()
-        pause = pause_of(error, limits)
         self._allowed = 1
-        self._patience = now + pause + limits.send_seconds
         if self._retry is None:
-            self._retry = self.producer.loop.call_later(pause, self._try_again)
+            limits, loop = self.producer.limits, self.producer.loop
+            self._pause = max(pause_of(error, limits), min(2 * self._pause, limits.send_retry_max_seconds))
+            self._patience = loop.time() + self._pause + limits.send_seconds
+            self._retry = loop.call_later(self._pause, self._try_again)
 
     def _try_again(self) -> None:
         self._retry = None

@@ -10,7 +10,7 @@ from plait.testing.sim import Process
 from tests.sim.ordered_changes import Change
 from tests.sim.users import empty
 from tests.sim.world.ledger import Part
-from tests.sim.world.plan import DOOMED
+from tests.sim.world.plan import DOOMED, RatePlan
 
 
 class Operator(Part):
@@ -38,8 +38,26 @@ class Operator(Part):
     def play(self) -> None:
         for change in self.plan.changes:
             self.simulation.call_later(change.at, self._begin, change)
+        for rate in self.plan.rates:
+            self.simulation.call_later(rate.at, lambda rate=rate: self._process.start(self._limit(rate)))
         if self.plan.deleted_at is not None:
             self.simulation.call_later(self.plan.deleted_at, lambda: self._process.start(self._delete()))
+
+    async def _limit(self, plan: RatePlan) -> None:
+        """Set a limit, as soon as the group exists."""
+        self.simulation.log("operator", f"{plan}")
+        limits = {"messages_per_second": plan.messages_per_second, "bytes_per_second": plan.bytes_per_second}
+        for _ in range(20):
+            try:
+                async with self._connect() as client:
+                    if plan.group is None:
+                        await client.admin.set_send_rate(plan.subject, **limits)
+                    else:
+                        await client.admin.set_group_rate(plan.subject, plan.group, **limits)
+                return
+            except PlaitError as error:
+                self.simulation.log("operator", f"not limited: {error}")
+                await self.simulation.sleep(0.3)
 
     def _begin(self, change: Change) -> None:
         self.simulation.log("operator", f"{change.subject} is to have {change.partitions} partitions")

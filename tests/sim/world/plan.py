@@ -4,6 +4,7 @@ A plan combines all features at random, so that they interact:
 
 - subjects, strict or best tried, with 1 to 64 partitions, some of which are deleted;
 - groups of every kind, delays, transactions, small segments and retention;
+- limits of what is sent and delivered in a second;
 - changes of routes while groups are stopped;
 - faults of machines, networks, disks, clocks and databases. Some plans have no faults.
 """
@@ -87,6 +88,18 @@ class RecurrencePlan(NamedTuple):
     changes: tuple[tuple[float, int], ...] = ()
 
 
+class RatePlan(NamedTuple):
+    """A limit that is set, changed or ended during the run."""
+
+    at: float
+    subject: str
+    #: None: of what is sent.
+    group: str | None
+    #: None: the limit ends. The others are so high that a few thousand messages pass in the time of a run.
+    messages_per_second: float | None
+    bytes_per_second: float | None = None
+
+
 class DiskFault(NamedTuple):
     """A fault of a broker's disk.
 
@@ -148,6 +161,7 @@ class Plan(NamedTuple):
     recurrences: tuple[RecurrencePlan, ...] = ()
     #: Whether messages are looked up while faults play.
     queries: bool = False
+    rates: tuple[RatePlan, ...] = ()
 
     @property
     def calm(self) -> bool:
@@ -207,7 +221,26 @@ def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
 def _with_later_features(plan: Plan) -> Plan:
     """Draw the newer features separately, so that the rest of a seed's plan does not change."""
     plan = plan._replace(groups=_filtered(plan), queries=random.Random(f"{plan.seed} searches").random() < 0.4)
-    return _with_recurrences(_with_ends(plan))
+    return _with_rates(_with_recurrences(_with_ends(plan)))
+
+
+def _with_rates(plan: Plan) -> Plan:
+    """Limits of some subjects and groups. Each partition enforces its share, and few keys use few partitions."""
+    draw = random.Random(f"{plan.seed} rates")
+    if draw.random() < 0.4:
+        return plan
+    found = []
+    for subject in plan.subjects:
+        most = max([subject.partitions, *(each.partitions for each in plan.changes if each.subject == subject.name)])
+        places = [None, *(group.name for group in plan.groups if group.subject == subject.name)]
+        for place in draw.sample(places, draw.choice((1, 1, len(places)))):
+            at = draw.choice((0.0, draw.uniform(0.0, plan.seconds)))
+            for _ in range(draw.choice((1, 1, 2, 3))):
+                messages = draw.choice((None, 20.0 * most, 100.0 * most))
+                size = draw.choice((None, None, 50_000.0 * most))
+                found.append(RatePlan(at, subject.name, place, messages, size))
+                at += draw.expovariate(1.0)
+    return plan._replace(rates=tuple(sorted(found, key=lambda each: each.at)))
 
 
 def _with_recurrences(plan: Plan) -> Plan:
