@@ -1,8 +1,7 @@
 """Every error that Plait raises, under one root.
 
-Each class has a stable ``code``, shared by the wire, the CLI and HTTP. ``retryable`` tells whether the same request may
-succeed later, and ``exit_code`` is the exit code of the CLI. ``facts`` lists the keys that ``details`` always has; a
-test finds code that leaves one out. docs/errors.md lists all errors; a test compares that page with this file.
+Each class has a stable ``code``, shared by the wire, the CLI and HTTP. If it is ``retryable``, the same request may
+succeed later. ``facts`` are the keys that ``details`` always has. Tests compare code and docs/errors.md with this file.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ class PlaitError(Exception):
     code: ClassVar[str] = "error"
     retryable: ClassVar[bool] = False
     exit_code: ClassVar[int] = 1
-    #: The keys that ``details`` always has.
     facts: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
@@ -218,8 +216,6 @@ class ForkedClient(PlaitError):
 
 
 # --- refused by the server ---------------------------------------------------------------------
-
-
 class FlowControl(PlaitError):
     """The broker is too busy; nothing was stored, and the client does not resend by itself."""
 
@@ -313,8 +309,6 @@ class DataLost(PlaitError):
 
 
 # --- connection --------------------------------------------------------------------------------
-
-
 class Unavailable(PlaitError):
     """No server could be reached in time."""
 

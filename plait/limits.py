@@ -24,9 +24,8 @@ PACKET_SIZE_MAX: Final = FRAME_SIZE_MAX + 1 * MIB
 FRAME_COUNT_MAX: Final = 1 << 20
 #: One column after decompression; a column that declares more is refused before it is decompressed.
 COLUMN_SIZE_MAX: Final = 64 * MIB
-#: A message body.
+#: A message body, and an order key in UTF-8.
 BODY_SIZE_MAX: Final = 16 * MIB
-#: An order key in UTF-8.
 KEY_SIZE_MAX: Final = 1024
 #: All headers of one message, encoded.
 HEADERS_SIZE_MAX: Final = 64 * KIB
@@ -76,12 +75,11 @@ NUMBER_STEP_MAX: Final = 1 << 32
 AGE_SECONDS_MAX: Final = 1e12
 #: The largest ``retention_bytes`` of a subject.
 RETENTION_BYTES_MAX: Final = (1 << 63) - 1
-#: Limits of messages and of bytes a second: below them a single message or frame is a debt of minutes, or hours.
+#: The lowest limits of messages and bytes a second: below them one message, or one frame, takes minutes or hours.
 RATE_MESSAGES_MIN: Final = 0.01
 RATE_BYTES_MIN: Final = 1 * KIB
 RATE_MAX: Final = 1e12
-#: A limit keeps at most the messages and bytes of this time for later. When it is used up, it opens again once those of
-#: the second time have come: rows come in batches, because single rows would cost a request each.
+#: A limit keeps what is not used in this time. After it was used up, rows come in batches of at least the second time.
 RATE_BURST_SECONDS: Final = 1.0
 RATE_STEP_SECONDS: Final = 0.05
 #: The data epoch of a broker: 32 bits of a frame's stamp.
@@ -112,7 +110,6 @@ RECURRENCE_PAGE_MAX: Final = 200
 #: Pairs of a producer and a partition that are remembered for idempotence; the one silent the longest is forgotten
 #: first. A full one takes 2.4 kB: 1.2 GB at most. More than the subjects, so that one producer cannot exhaust it.
 PRODUCER_WINDOWS_MAX: Final = 500_000
-
 #: A producer is proven once it has been sending for this long. Brokers forget unproven producers first: a client that
 #: opens thousands of producers displaces its own, not those of other clients.
 PRODUCER_PROVEN_SECONDS: Final = 60.0
@@ -124,32 +121,27 @@ DEAD_LIST_MAX: Final = 1_000
 HANDED_RANGES_MAX: Final = 1_000
 #: Dead letters that one request counts, resends or purges: a few milliseconds of the server's time.
 DEAD_PAGE_MAX: Final = 2_000
-
 #: Sequences of dead letters in one request.
 DEAD_SEQUENCES_MAX: Final = 5_000
 #: Parked keys that one request lists, resumes or skips: the broker reads the dead letter of each.
 PARKED_PAGE_MAX: Final = 500
 
 # --- batches ------------------------------------------------------------------------------------
-#: Stages of one batch: the request that commits the batch names all of them.
+#: Stages of one batch (the request that commits the batch names all of them), and in one request to a broker.
 COMMIT_STAGES_MAX: Final = 2_500
-#: Stages in one request to a broker.
 STAGES_PAGE_MAX: Final = 1_000
 
 # --- transactions -------------------------------------------------------------------------------
-#: Transactions in one reply to a producer that waits for checks.
+#: Transactions in one reply to a producer that waits for checks, and bytes of their half messages.
 CHECKS_PAGE_MAX: Final = 100
-#: Bytes of half messages in one such reply.
 CHECKS_SIZE_MAX: Final = 1 * MIB
-#: Transactions that one request lists.
+#: Transactions that one request lists, and half messages that one request shows.
 TRANSACTIONS_PAGE_MAX: Final = 1_000
-#: Half messages that one request shows.
 HALF_MESSAGES_SHOWN_MAX: Final = 100
 
 # --- leases -------------------------------------------------------------------------------------
-#: The shortest lease of a consumer: two heartbeats, which come every second, have to fit.
+#: The shortest lease of a consumer, so that two heartbeats fit, and the longest: rows of a dead consumer wait for it.
 LEASE_SECONDS_MIN: Final = 2.0
-#: The longest lease: the rows of a dead consumer wait this long.
 LEASE_SECONDS_MAX: Final = 3600.0
 
 # --- open files ---------------------------------------------------------------------------------
@@ -171,7 +163,6 @@ PREFETCH_SHARE_MIN: Final = 16
 #: ``PREFETCH_SHARE_MIN`` applies in full if ``prefetch_count`` is at least this many times as large. With a smaller
 #: ``prefetch_count``, which is deliberate, the minimum shrinks in proportion, down to one row.
 PREFETCH_SHARES_MAX: Final = 60
-
 #: Ranges that one request acks, returns, or claims at an attach. A range takes 10 to 25 µs of the broker's loop, and up
 #: to 100 µs at an attach to an ordered group: a request takes up to 25 ms, or 100 ms. Clients split larger requests.
 REQUEST_RANGES_MAX: Final = 1_000
@@ -189,9 +180,8 @@ RESERVED: Final = "%"
 PARTITION_PATTERN: Final = re.compile(r"[A-Za-z0-9_%][A-Za-z0-9_.%:#-]*")
 PARTITION_LENGTH_MAX: Final = NAME_LENGTH_MAX + 20
 TAG_LENGTH_MAX: Final = 127
-#: Paused groups of one subject. They are part of its settings, which every order to a broker contains.
+#: Paused groups, and limited groups, of one subject: part of its settings, which every order to a broker contains.
 PAUSED_GROUPS_MAX: Final = 1_000
-#: Groups of one subject with a limit of messages or bytes a second; they are part of its settings too.
 LIMITED_GROUPS_MAX: Final = 1_000
 #: Groups of partitions that have left a subject's route, stored in it, 100 bytes each; a forgotten one counts as new.
 REMEMBERED_GROUPS_MAX: Final = 1_000

@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from plait.broker.commit import Commit, SendCallback
+from plait.broker.partition_rate import PartitionRate
 from plait.broker.partitions.partition import Partition, ReadBatch
 from plait.errors import FlowControl, OutOfSequence, PlaitError, ProducerConflict, StaleRoute, UnknownProducer
 from plait.frame.builder import Buffer, FrameParts, build_bodies, pack_stamp
@@ -101,47 +102,32 @@ class Appender:
         base = partition.next
         # A schedule accepts the same LPs as its partition. After a seal it gets no new rows of the LP (R25).
         main = partition.main or partition
-        rate = main.send_rate
-        if rate is not None and run[0].frame.flags & FLAG_FORWARDED:
-            # Rows from another broker, which counted them when they were sent.
-            rate = None
         new: list[Submission] = []
         end = base
         for submission in run:
             frame = submission.frame
-            error: PlaitError | None = None
-            sequence: int | None = end
-            if not frame.flags & FLAG_UNSEQUENCED:
+            sequenced = not frame.flags & FLAG_UNSEQUENCED
+            if sequenced:
                 verdict = self._producers.judge(frame.producer, partition.id, frame.first, frame.count, frame.previous)
                 if verdict is not _NEW:
                     sequence, error = self._resend_or_refusal(partition, frame, verdict)
                     if submission.reply is not None:
                         commit.replies.append((submission.reply, sequence, error))
                     continue
-                if main.accepts is not None and not main.takes(frame):
-                    if submission.reply is not None:
-                        commit.replies.append((submission.reply, None, self._stale_route(partition, frame)))
-                    continue
-                if rate is not None:
-                    refusal = rate.refusal(partition.row.subject, commit.since)
-                    if refusal is not None:
-                        if submission.reply is not None:
-                            commit.replies.append((submission.reply, None, refusal))
-                        continue
+            if main.accepts is not None and not main.takes(frame):
+                if submission.reply is not None:
+                    commit.replies.append((submission.reply, None, self._stale_route(partition, frame)))
+                continue
+            if main.send_rate is not None and _over_rate(main, main.send_rate, submission, commit):
+                continue
+            if sequenced:
                 self._producers.stored(
                     frame.producer, partition.id, frame.first, frame.count, frame.previous, end, now, frame.crc
                 )
-            elif main.accepts is not None and not main.takes(frame):
-                continue
-            elif rate is not None and rate.pause(commit.since):
-                # A oneway send, which gets no reply.
-                continue
-            if rate is not None:
-                rate.spend(frame.count, frame.size)
             new.append(submission)
-            end += frame.count
             if submission.reply is not None:
-                commit.replies.append((submission.reply, sequence, None))
+                commit.replies.append((submission.reply, end, None))
+            end += frame.count
         if not new:
             return
         stamp = pack_stamp(partition.id, base, now, self._log.durable, epoch)
@@ -299,6 +285,20 @@ class ActionBuffer:
                 index += 1
         self._definitions, self._events = [], []
         return index
+
+
+def _over_rate(partition: Partition, rate: PartitionRate, submission: Submission, commit: Commit) -> bool:
+    """Refuse a frame because of the subject's rate, or count it. Frames of other brokers were counted there."""
+    frame = submission.frame
+    if frame.flags & FLAG_FORWARDED:
+        return False
+    refusal = rate.refusal(partition.row.subject, commit.since)
+    if refusal is None:
+        rate.spend(frame.count, frame.size)
+        return False
+    if submission.reply is not None:
+        commit.replies.append((submission.reply, None, refusal))
+    return True
 
 
 def _conflict(partition: Partition, frame: FrameView) -> ProducerConflict:

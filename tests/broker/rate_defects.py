@@ -6,7 +6,7 @@ import pytest
 
 from plait.broker.groups.group import Group
 from plait.broker.groups.limited_delivery import OpeningRates
-from plait.broker.rate_limit import RateLimit
+from plait.broker.partition_rate import PartitionRate
 from plait.model.rate import Rate
 
 Patch = pytest.MonkeyPatch
@@ -14,15 +14,15 @@ Patch = pytest.MonkeyPatch
 
 def begin_with_a_second_of_tokens(patch: Patch) -> None:
     """A limit is full after a start of the broker and after each change, whatever was delivered before."""
-    begin = RateLimit.__init__
+    begin = PartitionRate.__init__
 
-    def naive(self: RateLimit, rate: Rate, share: float) -> None:
+    def naive(self: PartitionRate, rate: Rate, share: float) -> None:
         begin(self, rate, share)
         for bucket in self._buckets:
             bucket.level = bucket.rate * share
         self._closed = False
 
-    patch.setattr(RateLimit, "__init__", naive)
+    patch.setattr(PartitionRate, "__init__", naive)
 
 
 def leave_limited_pulls_suspended(patch: Patch) -> None:

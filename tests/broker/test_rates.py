@@ -8,8 +8,9 @@ import pytest
 
 from plait.broker.groups.group import AttachedConsumer
 from plait.broker.groups.group_settings import GroupFilter
+from plait.broker.partition_rate import PartitionRate
 from plait.broker.partitions.sealing import open_lps, seal
-from plait.broker.rate_limit import RateLimit
+from plait.broker.partitions.settings import share_of
 from plait.errors import InvalidArgument, LimitExceeded, OutOfSequence, RateLimited
 from plait.limits import LIMITED_GROUPS_MAX, RATE_STEP_SECONDS
 from plait.model.filter_terms import filter_terms
@@ -62,7 +63,7 @@ def numbered(node: Node, count: int, frame: int = 10) -> list[bytes]:
 
 
 def test_a_limit_gives_its_rate_over_time_and_saves_one_second():
-    bucket = RateLimit(Rate(100), 1.0)
+    bucket = PartitionRate(Rate(100), 1.0)
     assert bucket.pause(5.0) == RATE_STEP_SECONDS
     assert bucket.pause(6.0) == 0.0
     bucket.spend(400, 0)
@@ -76,7 +77,7 @@ def test_a_limit_gives_its_rate_over_time_and_saves_one_second():
 
 
 def test_a_limit_below_one_message_a_second_lets_single_messages_pass():
-    bucket, now, count = RateLimit(Rate(0.25), 1.0), 0.0, 0
+    bucket, now, count = PartitionRate(Rate(0.25), 1.0), 0.0, 0
     while now < 1000:
         pause = bucket.pause(now)
         if pause:
@@ -88,7 +89,7 @@ def test_a_limit_below_one_message_a_second_lets_single_messages_pass():
 
 
 def test_both_limits_hold():
-    bucket, now, sizes = RateLimit(Rate(1000, 2048), 0.5), 0.0, []
+    bucket, now, sizes = PartitionRate(Rate(1000, 2048), 0.5), 0.0, []
     while now < 20:
         pause = bucket.pause(now)
         now += pause
@@ -340,7 +341,7 @@ def test_a_group_finishes_what_was_sealed_with_the_share_of_then():
     got = delivered(node, consumer, 5.0)
     assert len(got) == pytest.approx(5 * 50, rel=0.05)
     assert len(delivered(node, consumer, 6.0)) == 500 - len(got)
-    assert node.partition("s").share(group) == 1 / 1024
+    assert share_of(node.partition("s"), group) == 1 / 1024
 
 
 # --- sends ----------------------------------------------------------------------------------------

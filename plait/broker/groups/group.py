@@ -33,8 +33,8 @@ from plait.storage.ranges import Failures, Range
 if TYPE_CHECKING:
     from plait.broker.groups.ordered.locks import LockFloors
     from plait.broker.groups.waking import Waiter
+    from plait.broker.partition_rate import PartitionRate, RateTimers
     from plait.broker.partitions.partition import Delivery, Partition
-    from plait.broker.rate_limit import RateLimit
 
 #: If consumers are lost while they hold a message, it becomes a dead letter only after this many deliveries, even if
 #: its policy allows fewer attempts: a lost consumer had not started most of the rows that it held.
@@ -112,12 +112,6 @@ class ScanTurns(Protocol):
     def later(self, owner: object, work: Callable[[], None]) -> None: ...
 
 
-class RateTimers(Protocol):
-    """Serves groups again when their limits open."""
-
-    def expect(self, group: Group, due: float) -> None: ...
-
-
 class Journal(Protocol):
     """Records the events of groups, and makes dead letters. The broker's turn implements it."""
 
@@ -189,10 +183,9 @@ class Group(ABC):
         self.id = definition.id
         self.name = definition.name
         self.partition = partition
-        #: Since when the group is paused, in microseconds since 1970; 0: it is not. The partition sets it.
+        #: Since when it is paused, in microseconds since 1970 (0: not), and its limit. ``apply_to_group`` sets both.
         self.paused = 0
-        #: The limit of what is delivered; None: there is none. The partition sets it.
-        self.rate: RateLimit | None = None
+        self.rate: PartitionRate | None = None
         self.limits = limits
         self.journal = journal
         self._consumers: dict[str, AttachedConsumer] = {}
@@ -238,8 +231,6 @@ class Group(ABC):
         self.remove(consumer)
         consumer.client, consumer.proof = client, proof
         self.add(consumer)
-
-    # --- failed rows ----------------------------------------------------------------------------
 
     @property
     def retry(self) -> Retry:
@@ -308,8 +299,6 @@ class Group(ABC):
     def mark_begun_below(self, end: int) -> None:  # noqa: B027 (many groups have nothing to prepare)
         """Prepare for retention, which is about to remove rows below ``end`` that are not begun."""
 
-    # --- cursors --------------------------------------------------------------------------------
-
     def dump(self) -> list[CursorState]:
         """The cursors, for a checkpoint. Where deliveries are not logged, held rows are delivered again."""
         logged = not (self.definition.ordered or self.definition.broadcast)
@@ -330,8 +319,6 @@ class Group(ABC):
         """Make waiting rows that are due ready for delivery. Returns whether there are any."""
         ready = [cursor.return_due(now) for cursor in self.positions.values() if cursor.waiting]
         return any(ready)
-
-    # --- what shared and ordered groups do differently ------------------------------------------
 
     @abstractmethod
     def load(self, cursors: list[CursorState]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.waking import DueHeap, wake_group
 from plait.broker.partitions.partition import Delivery
+from plait.broker.partitions.settings import share_of
 
 
 def take_limited(group: Group, consumer: AttachedConsumer, count: int, size: int) -> Delivery | None:
@@ -29,7 +30,7 @@ def take_limited(group: Group, consumer: AttachedConsumer, count: int, size: int
         if not rate.closed:
             return delivery
         # The group may have finished logical partitions that were sealed here.
-        rate.share = group.partition.share(group)
+        rate.share = share_of(group.partition, group)
         pause = rate.pause(now)
     else:
         delivery = None

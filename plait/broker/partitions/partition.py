@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from plait.broker.partition_rate import PartitionRate
 from plait.broker.partitions import frame_search
 from plait.broker.partitions.frame_search import KeyCache, KnownRows
-from plait.broker.rate_limit import RateLimit, rate_limit
+from plait.broker.partitions.settings import apply_settings, apply_to_group
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
 from plait.frame.columns import SELECTION_BIT
@@ -35,13 +36,10 @@ SHARDS: Final = 256
 
 
 class LogPositions(msgspec.Struct, array_like=True, frozen=True):
-    """Positions in the logs: a state includes everything before them."""
+    """Offsets in two logs, and the number of a frame of the action log: a state includes everything before them."""
 
-    #: An offset in the message log.
     message: int = 0
-    #: An offset in the retained log.
     retained: int = 0
-    #: The number of a frame of the action log.
     action: int = 0
 
 
@@ -137,7 +135,7 @@ class Partition:
         self.consume_log = consume_log
         self._groups: dict[str, Group] = {}
         #: The limit of what is stored here; None: there is none.
-        self.send_rate: RateLimit | None = None
+        self.send_rate: PartitionRate | None = None
         #: Only ``add_group`` and ``remove_group`` change it.
         self.groups: Mapping[str, Group] = self._groups
         #: The logical partitions whose rows it accepts; None: all.
@@ -179,7 +177,7 @@ class Partition:
 
     def add_group(self, group: Group) -> None:
         self._groups[group.name] = group
-        self._set(group)
+        apply_to_group(self, group)
         self.redefined()
 
     def remove_group(self, group: Group) -> None:
@@ -199,28 +197,7 @@ class Partition:
             for first, end, fence in row.fences:
                 self.fences[first:end] = fence
         self._slots = [(start, np.flatnonzero(lp_set(runs))) for start, runs in row.taken]
-        self.send_rate = rate_limit(row.settings.send_rate, self.send_rate, self.share())
-        for group in self._groups.values():
-            self._set(group)
-
-    def _set(self, group: Group) -> None:
-        """Apply the settings of the subject to a group."""
-        settings = self.row.settings
-        group.paused = settings.paused.get(group.name, 0)
-        wanted = settings.group_rates.get(group.name)
-        group.rate = None if wanted is None else rate_limit(wanted, group.rate, self.share(group))
-
-    def share(self, group: Group | None = None) -> float:
-        """The share of the subject that the partition has: of its LPs, those whose rows are stored here.
-
-        For a group, also those that were sealed here and that it has not finished: their next rows come from here too.
-        """
-        if self.accepts is None:
-            return 1.0
-        lps = self.accepts
-        if group is not None and self.fences is not None and self.fences.any():
-            lps = lps | (self.fences > group.floor)
-        return max(int(np.count_nonzero(lps)), 1) / LOGICAL_PARTITIONS
+        apply_settings(self)
 
     def known_until(self, route: int) -> npt.NDArray[np.int64]:
         """For each LP, the first sequence that a route of this version does not cover; -1: it covers all."""

@@ -9,12 +9,14 @@ restart nor a change of a limit gives a burst.
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 from plait.errors import RateLimited
 from plait.limits import RATE_BURST_SECONDS, RATE_STEP_SECONDS
 from plait.model.rate import Rate
 
 
-class Bucket:
+class TokenBucket:
     """Tokens that come at a rate."""
 
     __slots__ = ("level", "rate")
@@ -37,7 +39,7 @@ class Bucket:
         return max(int(self.level + 1e-6), 1)
 
 
-class RateLimit:
+class PartitionRate:
     """The state of one limit in one partition. ``now`` is always the monotonic clock."""
 
     __slots__ = ("_buckets", "_closed", "_filled", "messages", "rate", "share", "size", "wakes_at")
@@ -47,8 +49,8 @@ class RateLimit:
         self.rate = rate
         #: The share of the limit that the partition enforces.
         self.share = share
-        self.messages = None if rate.messages_per_second is None else Bucket(rate.messages_per_second)
-        self.size = None if rate.bytes_per_second is None else Bucket(rate.bytes_per_second)
+        self.messages = None if rate.messages_per_second is None else TokenBucket(rate.messages_per_second)
+        self.size = None if rate.bytes_per_second is None else TokenBucket(rate.bytes_per_second)
         self._buckets = [bucket for bucket in (self.messages, self.size) if bucket is not None]
         #: When the buckets were last filled; None: never.
         self._filled: float | None = None
@@ -96,11 +98,17 @@ class RateLimit:
         return self._closed
 
 
-def rate_limit(wanted: Rate | None, known: RateLimit | None, share: float) -> RateLimit | None:
+class RateTimers(Protocol):
+    """Serves groups again when their limits open."""
+
+    def expect(self, group: Any, due: float) -> None: ...
+
+
+def partition_rate(wanted: Rate | None, known: PartitionRate | None, share: float) -> PartitionRate | None:
     """The state of a limit: the known one, unless the limit has changed."""
     if wanted is None:
         return None
     if known is None or known.rate != wanted:
-        return RateLimit(wanted, share)
+        return PartitionRate(wanted, share)
     known.share = share
     return known
