@@ -104,10 +104,8 @@ class RateTimers(Protocol):
     def expect(self, group: Any, due: float) -> None: ...
 
 
-def partition_rate(wanted: Rate | None, known: PartitionRate | None, share: float) -> PartitionRate | None:
+def partition_rate(wanted: Rate, known: PartitionRate | None, share: float) -> PartitionRate:
     """The state of a limit: the known one, unless the limit has changed."""
-    if wanted is None:
-        return None
     if known is None or known.rate != wanted:
         return PartitionRate(wanted, share)
     known.share = share

@@ -30,7 +30,9 @@ async def elapsed(work: Any) -> float:
 
 
 @pytest.mark.parametrize("order", ["strict", "best_tried"])
-async def test_sends_beyond_the_rate_wait_in_order_and_do_not_time_out(broker: EmbeddedBroker, order: Any) -> None:
+async def test_sends_beyond_the_rate_wait_in_order_and_do_not_time_out(
+    broker: EmbeddedBroker, order: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     # Longer than any row is allowed to wait for an answer.
     limits = msgspec.structs.replace(EAGER, send_seconds=0.3, frame_count=5)
     async with broker.connect(limits=limits) as client:
@@ -43,6 +45,8 @@ async def test_sends_beyond_the_rate_wait_in_order_and_do_not_time_out(broker: E
         await client.send_many("s", [b"%d" % n for n in range(80, 100)])
         assert sorted(receipt.sequence or 0 for receipt in receipts) == list(range(60, 80))
         assert [int(message.body) for message in await read(client, "s")] == list(range(100))
+    [said] = [record for record in caplog.records if "wait: subject 's' is at its limit" in record.getMessage()]
+    assert said.levelname == "WARNING"
 
 
 async def test_posts_beyond_the_rate_fill_the_buffer(broker: EmbeddedBroker) -> None:

@@ -15,7 +15,8 @@ from plait.limits import LOGICAL_PARTITIONS
 
 def apply_settings(partition: Any) -> None:
     """Apply the settings in the partition's row to it and its groups."""
-    partition.send_rate = partition_rate(partition.row.settings.send_rate, partition.send_rate, share_of(partition))
+    wanted = partition.row.settings.send_rate
+    partition.send_rate = None if wanted is None else partition_rate(wanted, partition.send_rate, share_of(partition))
     for group in partition.groups.values():
         apply_to_group(partition, group)
 

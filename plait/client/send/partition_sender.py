@@ -17,6 +17,7 @@ the row as out of sequence; after its key has moved, this partition is sealed fo
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,6 +43,8 @@ from plait.wire.link import Link
 
 if TYPE_CHECKING:
     from plait.client.send.subject_sender import SubjectSender
+
+log = logging.getLogger("plait.client")
 
 #: Errors of a broker that has not stored the frame and may store it later.
 REFUSALS: Final = (ReadOnly, DiskFull, FlowControl)
@@ -72,6 +75,7 @@ class PartitionSender:
         self._allowed = self.producer.limits.in_flight_frames
         #: No row times out before this (loop time): the broker refused it because of a rate.
         self._patience = 0.0
+        self._rate_noted = False
         #: The timer after which unsent frames move to another partition, because the broker cannot be reached.
         self._elsewhere: asyncio.TimerHandle | None = None
 
@@ -293,6 +297,9 @@ class PartitionSender:
         self.window.broken = True
         frame.refusal = error
         self._allowed = 1
+        if not self._rate_noted:
+            self._rate_noted = True
+            log.warning("sends to %s wait: %s", self.target.name, error)
         if self._retry is None:
             limits, loop = self.producer.limits, self.producer.loop
             self._pause = max(pause_of(error, limits), min(2 * self._pause, limits.send_retry_max_seconds))
