@@ -30,11 +30,10 @@ async def elapsed(work: Any) -> float:
 
 
 @pytest.mark.parametrize("order", ["strict", "best_tried"])
-async def test_sends_beyond_the_rate_wait_in_order_and_do_not_time_out(
+async def test_sends_beyond_the_rate_wait_in_order(
     broker: EmbeddedBroker, order: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Longer than any row is allowed to wait for an answer.
-    limits = msgspec.structs.replace(EAGER, send_seconds=0.3, frame_count=5)
+    limits = msgspec.structs.replace(EAGER, frame_count=5)
     async with broker.connect(limits=limits) as client:
         await client.admin.create_subject("s", order=order)
         assert await client.admin.set_send_rate("s", messages_per_second=100) == plait.Rate(100)
@@ -109,8 +108,7 @@ async def read_until(client: plait.Client, count: int) -> list[plait.Message]:
 
 
 async def test_sends_keep_their_order_while_a_limited_subject_is_expanded(nodes: list[EmbeddedBroker]) -> None:
-    limits = msgspec.structs.replace(EAGER, send_seconds=0.5)
-    async with nodes[0].connect() as admin, nodes[0].connect(limits=limits) as client:
+    async with nodes[0].connect() as admin, nodes[0].connect(limits=EAGER) as client:
         await admin.admin.create_subject("s", partitions=2, order="strict")
         await admin.admin.set_send_rate("s", messages_per_second=300)
         posted: dict[str, list[bytes]] = {key: [] for key in KEYS}
@@ -139,21 +137,20 @@ async def test_a_limited_group_gets_everything_at_its_rate(
             await client.send("s", b"first", key="k0")
             for message in await fetch_all(consumer, 1):
                 await message.ack()
-            await admin.set_group_rate("s", "g", messages_per_second=100, bytes_per_second=1_000_000)
-            assert (await admin.group("s", "g")).rate == plait.Rate(100, 1_000_000)
+            await admin.set_group_rate("s", "g", messages_per_second=40, bytes_per_second=1_000_000)
+            assert (await admin.group("s", "g")).rate == plait.Rate(40, 1_000_000)
+            begun = asyncio.get_running_loop().time()
             await client.send_many("s", [b"%d" % n for n in range(60)], keys=[KEYS[n % 10] for n in range(60)])
             await admin.expand_subject("s", 4)
             await settled(client, "s")
             found: list[plait.Message] = []
-
-            async def all_of() -> None:
-                async with asyncio.timeout(PATIENCE_SECONDS):
-                    while len(found) < 60:
-                        for message in await consumer.fetch(60, wait=1.0):
-                            found.append(message)
-                            await message.ack()
-
-            assert await elapsed(all_of()) > 0.2
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while len(found) < 60:
+                    for message in await consumer.fetch(60, wait=1.0):
+                        found.append(message)
+                        await message.ack()
+            # The limits may have saved the messages of one second.
+            assert asyncio.get_running_loop().time() - begun > 0.3
             for key in KEYS if "ordered" in settings else []:
                 mine = [int(message.body) for message in found if message.key == key]
                 assert mine == sorted(mine)

@@ -73,9 +73,8 @@ class PartitionSender:
         self._pause = 0.0
         #: Frames that may be under way; fewer for a moment after the broker refused some because of a rate.
         self._allowed = self.producer.limits.in_flight_frames
-        #: No row times out before this (loop time): the broker refused it because of a rate.
+        #: No row times out before this (loop time), because the broker refused some because of a rate; 0: never.
         self._patience = 0.0
-        self._rate_noted = False
         #: The timer after which unsent frames move to another partition, because the broker cannot be reached.
         self._elsewhere: asyncio.TimerHandle | None = None
 
@@ -297,8 +296,7 @@ class PartitionSender:
         self.window.broken = True
         frame.refusal = error
         self._allowed = 1
-        if not self._rate_noted:
-            self._rate_noted = True
+        if not self._patience:
             log.warning("sends to %s wait: %s", self.target.name, error)
         if self._retry is None:
             limits, loop = self.producer.limits, self.producer.loop
