@@ -32,7 +32,7 @@ class AttachingPartition(Protocol):
 
 
 class StartingSession:
-    """An attach request that goes on when its caller is cancelled: the next attach or the end takes its session."""
+    """An attach request that continues when its caller is cancelled: the next attach or the end takes its session."""
 
     def __init__(self) -> None:
         self._reply: asyncio.Future[ConsumerSession] | None = None
