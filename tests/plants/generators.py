@@ -153,7 +153,8 @@ def _rate_model(seed: int) -> None:
 
 
 def _filter_model(seed: int) -> None:
-    with limited_examinations(seed):
+    # Most runs are without limits: the more rows a pull has, the more a defect of their ranges shows.
+    with limited_examinations(seed if seed % 4 == 1 else 0):
         SharedModel(seed, "at_least_once").run(60)
         FilteredWorld(seed, "sync" if seed % 2 else "async").run(120, cpu_seconds=5.0)
 

@@ -66,7 +66,7 @@ PLANTS: list[Plant] = [
     # Filters of groups.
     Plant(filter_defects.leave_out_what_has_no_room, generators.WORLDS, (10,)),
     Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (16,)),
-    Plant(filter_defects.record_nothing_that_is_left_out, generators.FILTER_MODEL, (2,)),
+    Plant(filter_defects.record_nothing_that_is_left_out, generators.FILTER_MODEL, (3,)),
     Plant(source_defects.negate_what_is_true_of_null, generators.PUSHED_FILTERS, (1, 4)),
     Plant(source_defects.compare_every_double_exactly, generators.PUSHED_FILTERS, (4,)),
     Plant(filter_defects.leave_out_what_is_not_examined, generators.FILTER_MODEL, (1,)),
