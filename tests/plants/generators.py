@@ -156,7 +156,7 @@ def _filter_model(seed: int) -> None:
     # Most runs are without limits: the more rows a pull has, the more a defect of their ranges shows.
     with limited_examinations(seed if seed % 4 == 1 else 0):
         SharedModel(seed, "at_least_once").run(60)
-        FilteredWorld(seed, "sync" if seed % 2 else "async").run(120, cpu_seconds=5.0)
+        FilteredWorld(seed, "sync" if seed % 2 else "async").run(250, cpu_seconds=9.0)
 
 
 WORLDS = Generator("worlds", _world, 60)

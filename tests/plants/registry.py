@@ -65,7 +65,7 @@ PLANTS: list[Plant] = [
     Plant(transaction_defects.roll_back_after_a_commit_without_answer, generators.WORLDS),
     # Filters of groups.
     Plant(filter_defects.leave_out_what_has_no_room, generators.WORLDS, (10,)),
-    Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (16,)),
+    Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (12,)),
     Plant(filter_defects.record_nothing_that_is_left_out, generators.FILTER_MODEL, (3,)),
     Plant(source_defects.negate_what_is_true_of_null, generators.PUSHED_FILTERS, (1, 4)),
     Plant(source_defects.compare_every_double_exactly, generators.PUSHED_FILTERS, (4,)),

@@ -360,10 +360,7 @@ class Partition:
         return frame if (frame.partition, frame.base, frame.size, frame.count) == meant else None
 
     def expire_deleted(self, log: Log) -> None:
-        """Raise ``start`` past rows whose segment is deleted.
-
-        A checkpoint may be older than the deletion, so the ``start`` that it has may be too low.
-        """
+        """Raise ``start`` past rows whose segment is deleted: an older checkpoint may have a ``start`` that is too low."""
         if self.log_start == log.start:
             return
         self.log_start = log.start
