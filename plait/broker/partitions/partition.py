@@ -360,7 +360,7 @@ class Partition:
         return frame if (frame.partition, frame.base, frame.size, frame.count) == meant else None
 
     def expire_deleted(self, log: Log) -> None:
-        """Raise ``start`` past rows whose segment is deleted: an older checkpoint may have a ``start`` that is too low."""
+        """Raise ``start`` past rows whose segment is deleted: the ``start`` of an older checkpoint may be too low."""
         if self.log_start == log.start:
             return
         self.log_start = log.start
