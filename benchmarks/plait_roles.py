@@ -152,3 +152,30 @@ def handle_one_by_one(job: Job, stopwatch: Stopwatch) -> None:
                     stopwatch.acked()
 
     _run(main, job)
+
+
+def request_one_by_one(job: Job, stopwatch: Stopwatch) -> None:
+    """Measures from before each request until its reply is there."""
+
+    async def main(client: plait.Client) -> None:
+        await client.send("warm-up", b"")
+        with stopwatch:
+            for body in stopwatch.stamped_bodies(job):
+                stopwatch.arrived((await client.request(job.channel, body)).body)
+
+    _run(main, job)
+
+
+def reply_one_by_one(job: Job, stopwatch: Stopwatch) -> None:
+    async def main(client: plait.Client) -> None:
+        async with client.consumer(job.channel, group=GROUP, start="earliest") as consumer:
+            with stopwatch:
+                async for message in consumer:
+                    await message.reply(message.body)
+                    more = stopwatch.arrived(message.body)
+                    message.ack()
+                    if not more:
+                        break
+                    stopwatch.acked()
+
+    _run(main, job)

@@ -186,3 +186,20 @@ def latency(scale: Scale) -> Iterator[Result]:
         yield Result(
             "send to handler p50 / Redis Streams", ratio, 1, at_most=True, details={"plait": mine, "redis": theirs}
         )
+
+        def request() -> float:
+            job = _job(server, scale.latency)
+            report = run_roles(job, plait_roles.request_one_by_one, plait_roles.reply_one_by_one, server.cpu_seconds)
+            return statistics.median(report.producer.latencies_ns) / 1e9
+
+        def two_sends() -> float:
+            return 2 * ours()
+
+        ratio, mine, theirs = median_ratio(request, two_sends, scale.pairs)
+        yield Result(
+            "request to reply p50 / two sends to handlers",
+            ratio,
+            1.5,
+            at_most=True,
+            details={"request": mine, "two sends": theirs},
+        )

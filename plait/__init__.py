@@ -128,6 +128,8 @@ __all__ = [
     "RecurrenceExists",
     "RecurrenceNotFound",
     "Reject",
+    "RequestFailed",
+    "RequestTimeout",
     "Retry",
     "RetryLater",
     "Rewind",
@@ -181,6 +183,7 @@ if TYPE_CHECKING:
     from plait.client.read.explanation import Explanation, WhyEvent
     from plait.client.read.query import QueryResult
     from plait.client.read.reader import Reader
+    from plait.client.requests.request_errors import RequestFailed, RequestTimeout
     from plait.client.send.encoding import DelayLevel
     from plait.client.transactions.transaction import Transaction
     from plait.client.transactions.transaction_info import HalfMessage, TransactionInfo
@@ -196,6 +199,7 @@ else:
         "plait.client.admin.admin": "Admin AllocationInfo MemberShare PartitionShare RouteInfo",
         "plait.client.consume.consumer": "ArrowBatch Batch Consumer",
         "plait.client.admin.dead_letter_admin": "DeadHistory DeadLetter DeadReason",
+        "plait.client.requests.request_errors": "RequestFailed RequestTimeout",
         "plait.client.send.encoding": "DelayLevel",
         "plait.client.app.subscription": "Reject RetryLater Suspend",
         "plait.client.admin.parked_key_admin": "ParkedKey",

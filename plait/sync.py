@@ -19,6 +19,7 @@ from plait.client.blocking.blocking_consumer import SyncReader as Reader
 from plait.client.blocking.blocking_transaction import SyncTransaction as Transaction
 from plait.client.client import DEFAULT_ADDRESS
 from plait.client.read.query import QueryResult
+from plait.client.requests.requesting import DEFAULT_REPLY_SUBJECT
 from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts
 from plait.limits import ClientLimits
 
@@ -49,6 +50,14 @@ def connect(
     compression: Literal["zstd", "lz4"] | None = None,
     limits: ClientLimits | None = None,
     spool: str | os.PathLike[str] | None = None,
+    reply_subject: str = DEFAULT_REPLY_SUBJECT,
 ) -> Client:
     """A client for ``with``. The arguments are those of ``plait.connect``."""
-    return Client(address, client_id=client_id, compression=compression, limits=limits, spool=spool)
+    return Client(
+        address,
+        client_id=client_id,
+        compression=compression,
+        limits=limits,
+        spool=spool,
+        reply_subject=reply_subject,
+    )

@@ -13,7 +13,19 @@ from plait.testing import EmbeddedBroker
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 ADDRESS = "plait://127.0.0.1:7450"
-PAGES = ["sending", "consuming", "filters", "app", "ordered", "groups", "recurring", "transactions", "outbox", "query"]
+PAGES = [
+    "sending",
+    "consuming",
+    "filters",
+    "app",
+    "ordered",
+    "groups",
+    "recurring",
+    "transactions",
+    "outbox",
+    "query",
+    "request",
+]
 #: Examples with an address are complete programs and run unchanged.
 EXAMPLES = {
     f"{page}-{number}": source

@@ -1,4 +1,4 @@
-"""docs/errors.md agrees with plait/errors.py."""
+"""docs/errors.md agrees with the classes of errors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from plait import errors
+from plait.client.requests import request_errors
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 
@@ -24,8 +25,8 @@ class Row(NamedTuple):
 
 
 def classes() -> list[type[errors.PlaitError]]:
-    found = [value for value in vars(errors).values() if inspect.isclass(value)]
-    return [kind for kind in found if issubclass(kind, errors.PlaitError)]
+    found = [value for module in (errors, request_errors) for value in vars(module).values() if inspect.isclass(value)]
+    return [kind for kind in dict.fromkeys(found) if issubclass(kind, errors.PlaitError)]
 
 
 def cells(columns: int) -> list[list[str]]:

@@ -145,7 +145,7 @@ class Appender:
             joined.stamp_with(stamp)
             parts, size = joined.parts, joined.size
         offset = self._log.append(parts, size)
-        partition.appended(base, offset, now, size, end - base, epoch)
+        partition.appended(base, offset, now, size, end - base, epoch, frame.column_bits)
         commit.partitions[partition] = end
         if partition.row.kind:
             if len(new) > 1:
@@ -187,7 +187,7 @@ class Appender:
         stamp = pack_stamp(partition.id, base, now, self._log.durable, epoch)
         buffer = frame.buffer
         offset = self._log.append([buffer[:STAMP_OFFSET], stamp, buffer[HEADER_SIZE:]], frame.size)
-        partition.appended(base, offset, now, frame.size, frame.count, epoch)
+        partition.appended(base, offset, now, frame.size, frame.count, epoch, frame.column_bits)
         commit.partitions[partition] = partition.next
         if partition.row.kind == SCHEDULE:
             commit.delayed.append((partition, frame, offset, base))

@@ -17,8 +17,7 @@ import pyarrow as pa
 
 from plait import chance
 from plait.client.admin.admin import Admin
-from plait.client.admin.schedule_admin import ScheduledMessage, place_of
-from plait.client.arguments import Duration, Start, start_of, to_datetime
+from plait.client.arguments import Duration, Start, start_of
 from plait.client.closing import Closing
 from plait.client.consume.ack_spool import spool_directory
 from plait.client.consume.consumer import Consumer
@@ -28,8 +27,10 @@ from plait.client.net.node import Node
 from plait.client.net.router import Router
 from plait.client.read.message_search import MessageSearch
 from plait.client.read.reader import Reader
+from plait.client.requests.requesting import DEFAULT_REPLY_SUBJECT, Requesting
 from plait.client.send.encoding import Delay, Delays, DeliverAts, due_of, dues_of
 from plait.client.send.producer import Producer
+from plait.client.send.rescheduling import Rescheduling
 from plait.client.send.send_many import Headers, Tags, send_many
 from plait.client.send.subject_sender import Senders
 from plait.client.transactions.check_answers import CheckAnswers
@@ -71,17 +72,26 @@ def connect(
     compression: Literal["zstd", "lz4"] | None = None,
     limits: ClientLimits | None = None,
     spool: str | os.PathLike[str] | None = None,
+    reply_subject: str = DEFAULT_REPLY_SUBJECT,
 ) -> Client:
     """A client for ``async with``.
 
     Name a ``client_id`` to keep it over restarts: a consumer that returns with the same id gets back the messages that
     it held. Without one, each client gets a new id. ``spool`` is a directory for acks and nacks that cannot be sent
     because the broker is down: the next process with the same client id sends them.
+    Replies to the requests of this client are sent to ``reply_subject``, which is created when it is first needed.
     """
-    return Client(address, client_id=client_id, compression=compression, limits=limits, spool=spool)
+    return Client(
+        address,
+        client_id=client_id,
+        compression=compression,
+        limits=limits,
+        spool=spool,
+        reply_subject=reply_subject,
+    )
 
 
-class Client(MessageSearch, Transactional):
+class Client(MessageSearch, Transactional, Rescheduling, Requesting):
     """Sends, consumes and administers. Reconnects whenever a connection is lost."""
 
     def __init__(
@@ -92,6 +102,7 @@ class Client(MessageSearch, Transactional):
         compression: Literal["zstd", "lz4"] | None = None,
         limits: ClientLimits | None = None,
         spool: str | os.PathLike[str] | None = None,
+        reply_subject: str = DEFAULT_REPLY_SUBJECT,
     ) -> None:
         addresses = address.split(",") if isinstance(address, str) else list(address)
         if not addresses:
@@ -107,6 +118,8 @@ class Client(MessageSearch, Transactional):
         self._senders = Senders(self._router, self._producer)
         self._consumers = Consumers(self._router, self.client_id, self.limits, directory)
         self._checks = CheckAnswers(self._router, self.limits)
+        self._requester = self._new_requester(reply_subject)
+        self._consumers.reply = self.reply
         self._opened = False
         #: Several tasks may open a client: the second one waits for the first.
         self._open_lock = asyncio.Lock()
@@ -157,7 +170,13 @@ class Client(MessageSearch, Transactional):
     async def _close_all(self) -> None:
         async with AsyncExitStack() as stack:
             # Runs in reverse order. An error in one step does not prevent the others.
-            for close in (self._node.close, self._router.close, self._end_sending, self._checks.close):
+            for close in (
+                self._node.close,
+                self._router.close,
+                self._end_sending,
+                self._checks.close,
+                self._requester.close,
+            ):
                 stack.push_async_callback(close)
             await self._consumers.close()
 
@@ -213,12 +232,13 @@ class Client(MessageSearch, Transactional):
         headers: Mapping[str, str | int | float | bool] | None = None,
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
+        to_group: str | None = None,
         oneway: bool = False,
     ) -> Receipt:
         """Store a message and wait for its receipt. ``oneway`` sends once and waits for nothing.
 
         With ``delay`` (10 ms to 2 years) or ``deliver_at`` the message is delivered when it is due, never earlier.
-        Until then its receipt can cancel it.
+        Until then its receipt can cancel it. With ``to_group`` only that group gets the message.
         """
         producer = self._producer
         if producer.closed is not None or not self._opened:
@@ -238,8 +258,8 @@ class Client(MessageSearch, Transactional):
         known = senders.plain if due is None else senders.delayed
         sender = known.get(subject) or senders.sender(subject, delayed=due is not None)
         if oneway:
-            return await sender.send_oneway(body, key, tags, headers)
-        batch, row = (sender.rows or sender.choose(key)).send(body, key, tags, headers, due)
+            return await sender.send_oneway(body, key, tags, headers, to_group)
+        batch, row = (sender.rows or sender.choose(key)).send(body, key, tags, headers, due, to_group)
         if not batch.settled:
             future = producer.loop.create_future()
             batch.waiters.append(future)
@@ -256,6 +276,7 @@ class Client(MessageSearch, Transactional):
         headers: Mapping[str, str | int | float | bool] | None = None,
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
+        to_group: str | None = None,
     ) -> Ticket:
         """Buffer a message and return at once. ``await ticket`` gives the receipt. Raises ``BufferFull``."""
         producer = self._producer
@@ -265,10 +286,10 @@ class Client(MessageSearch, Transactional):
         senders = self._senders
         if delay is None and deliver_at is None:
             sender = senders.plain.get(subject) or senders.sender(subject)
-            return (sender.rows or sender.choose(key)).post(body, key, tags, headers)
+            return (sender.rows or sender.choose(key)).post(body, key, tags, headers, None, to_group)
         due = due_of(delay, deliver_at, producer.next_now())
         sender = senders.delayed.get(subject) or senders.sender(subject, delayed=True)
-        return (sender.rows or sender.choose(key)).post(body, key, tags, headers, due)
+        return (sender.rows or sender.choose(key)).post(body, key, tags, headers, due, to_group)
 
     async def send_many(
         self,
@@ -280,43 +301,19 @@ class Client(MessageSearch, Transactional):
         headers: Headers | None = None,
         delay: Delays | None = None,
         deliver_at: DeliverAts | None = None,
+        to_group: str | Sequence[str | None] | None = None,
     ) -> Receipts:
         """Store many messages, in order, and wait for all receipts. Bodies may be an Arrow array.
 
         Messages that fill several frames are sent frame by frame, so a concurrent send may be stored between them.
-        ``tags`` and ``headers`` apply to every message, or are lists with one entry for each message. ``delay`` and
-        ``deliver_at`` are one value for all messages, or one for each.
+        ``tags`` and ``headers`` apply to every message, or are lists with one entry for each message. ``delay``,
+        ``deliver_at`` and ``to_group`` are one value for all messages, or one for each.
         """
         self._check_open()
         when = None
         if delay is not None or deliver_at is not None:
             when = functools.partial(dues_of, delay, deliver_at, self._producer.next_now())
-        return await send_many(self._senders, subject, bodies, keys, when, tags, headers)
-
-    async def cancel(self, scheduled: Receipt | ScheduledMessage) -> bool:
-        """Cancel a delayed message. True: it is never delivered. False: it was already delivered or cancelled."""
-        self._check_open()
-        name, number, due = place_of(scheduled)
-        return await self.admin._cancel(await self.admin._of(name), number, due)
-
-    async def reschedule(
-        self,
-        scheduled: Receipt | ScheduledMessage,
-        *,
-        delay: Delay | None = None,
-        deliver_at: datetime | None = None,
-    ) -> Receipt:
-        """Change the due time of a delayed message; returns its new receipt.
-
-        Raises ``NotScheduled`` if it was already delivered or cancelled.
-        """
-        self._check_open()
-        name, number, due = place_of(scheduled)
-        if delay is None and deliver_at is None:
-            raise InvalidArgument("reschedule needs a new time; give delay=... or deliver_at=...")
-        new_due = due_of(delay, deliver_at, self._producer.next_now())
-        new = await self.admin._reschedule(await self.admin._of(name), number, due, new_due)
-        return Receipt(scheduled.message_id, name, None, to_datetime(new_due), new)
+        return await send_many(self._senders, subject, bodies, keys, when, tags, headers, to_group)
 
     async def flush(self) -> None:
         """Wait until everything posted is stored; raises the first error since the last flush."""

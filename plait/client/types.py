@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -10,6 +10,7 @@ import msgspec
 
 from plait.client.arguments import Duration, to_datetime
 from plait.client.consume.failure import failed_of, rejected_of
+from plait.errors import InvalidArgument
 from plait.frame.columns import Column
 from plait.model.reason import Reason
 
@@ -135,6 +136,14 @@ class Message(msgspec.Struct, gc=False):
         return self._delivered.headers(self._row)
 
     @property
+    def to_group(self) -> str | None:
+        """The only group that gets the message; None: every group gets it."""
+        frame = self._delivered.frame
+        if not frame.has(Column.TO_GROUP):
+            return None
+        return frame.rows(Column.TO_GROUP, self._row, self._row + 1)[0].decode() or None
+
+    @property
     def message_id(self) -> MessageId:
         return self._delivered.message_id(self._row)
 
@@ -183,9 +192,30 @@ class Message(msgspec.Struct, gc=False):
         """Make the message a dead letter of the group at once, because no attempt can succeed."""
         return self._delivered.report_row(self._row, rejected_of(reason))
 
+    def reply(
+        self, body: Any = b"", *, headers: Mapping[str, HeaderValue] | None = None, failure: Why | None = None
+    ) -> Coroutine[Any, Any, Receipt]:
+        """``await message.reply(body)`` replies to a request, and waits until the reply is stored; ack afterwards.
+
+        With ``failure`` the request raises ``RequestFailed``. Raises ``InvalidArgument`` if the message is no request.
+        """
+        deliveries = self._delivered.deliveries
+        if deliveries is None or deliveries.reply is None:
+            raise InvalidArgument("the message is not from a consumer; reply with client.reply(message, body)")
+        if deliveries.any_thread:
+            raise InvalidArgument(
+                "message.reply is for async code: return the reply from a def handler, or call client.reply(message, "
+                "body) of plait.sync"
+            )
+        return deliveries.reply(self, body, headers=headers, failure=failure)
+
     def __repr__(self) -> str:
         body = self.body if len(self.body) <= 40 else self.body[:37] + b"..."
         return f"<Message {self.subject}#{self.sequence} key={self.key!r} body={body!r}>"
+
+
+#: Sends a reply to a message: (message, body, headers=, failure=).
+SendReply = Callable[..., Coroutine[Any, Any, Receipt]]
 
 
 class Acknowledgement:

@@ -29,6 +29,8 @@ class UsedFields(NamedTuple):
     key: bool = False
     #: ``send_time``, ``store_time``.
     times: frozenset[str] = frozenset()
+    #: The group that a row is addressed to.
+    group: bool = False
 
 
 class FrameFields:
@@ -38,6 +40,9 @@ class FrameFields:
         self.frame = frame
         self.keys: pa.Array | None = keys(frame) if used.key and frame.has(Column.KEY) else None
         self.tags: pa.Array | None = frame.binary(Column.TAGS) if used.tags and frame.has(Column.TAGS) else None
+        self.groups: pa.Array | None = (
+            frame.binary(Column.TO_GROUP) if used.group and frame.has(Column.TO_GROUP) else None
+        )
         #: Headers that have a column.
         self.columns: dict[str, HeaderColumn] = {}
         #: The maps of each row with the other headers, and their names that are used.
@@ -58,7 +63,7 @@ class FrameFields:
         if (self.frame.size + self.frame.inflated_size) * _MAP_COST <= size_max:
             return last
         texts = [(each.values, 1) for each in self.columns.values() if each.kind == TEXT]
-        texts += [(_offsets(each), 1) for each in (self.keys, self.tags) if each is not None]
+        texts += [(_offsets(each), 1) for each in (self.keys, self.tags, self.groups) if each is not None]
         if self.maps is not None:
             texts.append((_offsets(self.maps), _MAP_COST))
         sizes = np.zeros(last - first, np.int64)
@@ -125,6 +130,16 @@ class PartFields:
 
         found = pc.match_substring(tags.slice(self._first, self._count), f"{TAG_SEPARATOR}{tag}{TAG_SEPARATOR}")
         flags: Flags = as_flags(found)
+        return flags
+
+    def addressed(self, group: str) -> Flags:
+        """Whether each row is addressed to this group or to none."""
+        groups = self._whole.groups
+        if groups is None:
+            return True
+        import pyarrow.compute as pc
+
+        flags: Flags = as_flags(pc.is_in(groups.slice(self._first, self._count), pa.array([b"", group.encode()])))
         return flags
 
 

@@ -43,8 +43,10 @@ class Examined(NamedTuple):
 class Filter:
     """Which rows of a frame are wanted. Does not change: all readers with the same terms share it."""
 
-    def __init__(self, terms: FilterTerms) -> None:
+    def __init__(self, terms: FilterTerms, group: str | None = None) -> None:
         self.terms = terms
+        #: Only rows that are addressed to this group, or to none; None: whatever group they are addressed to.
+        self._group = group
         self._condition: Term | None = parse(terms.where) if terms.where else None
         tags = terms.tags
         nodes = [] if self._condition is None else list(_nodes(self._condition))
@@ -55,6 +57,7 @@ class Filter:
             tags=bool(tags.any or tags.all or tags.none) or any(node.op == "tagged" for node in nodes),
             key="key" in fields,
             times=fields - {"key"},
+            group=group is not None,
         )
         #: How many operations on columns an evaluation takes.
         cost = max(len(nodes) + len(tags.any) + len(tags.all) + len(tags.none), 1)
@@ -75,7 +78,9 @@ class Filter:
         step = max(count, _FIRST_COUNT_MIN)
         while first < last:
             end = min(fields.end_of(first, min(step, self._count_max, last - first), self._size_max), last)
-            yield Examined(first, end, self.mask(fields.part(first, end), end - first))
+            part = fields.part(first, end)
+            mask = self.mask(part, end - first)
+            yield Examined(first, end, mask if self._group is None else both(mask, part.addressed(self._group)))
             first, step = end, 2 * step
 
     def examine(self, frame: FrameView, first: int, last: int, count: int, budget: ScanBudget) -> Examined:
@@ -92,7 +97,7 @@ class Filter:
         return Examined(first, end, masks[0] if len(masks) == 1 else np.concatenate([np.empty(0, bool), *masks]))
 
     def mask(self, fields: Fields, count: int) -> npt.NDArray[np.bool_]:
-        """A mask of the wanted rows of ``count`` rows with these fields."""
+        """A mask of the wanted rows of ``count`` rows with these fields, whatever group they are addressed to."""
         tags = self.terms.tags
         mask: Any = not tags.any
         for tag in tags.any:
@@ -114,7 +119,15 @@ def _nodes(term: Term) -> Iterator[Term]:
         yield from _nodes(part)
 
 
+def filter_of(terms: FilterTerms | None, group: str | None) -> Filter | None:
+    """The filter with these terms for the rows that are addressed to a group or to none; None: every row is wanted."""
+    return None if terms is None and group is None else compile_filter(terms or FilterTerms(), group)
+
+
 @lru_cache(CACHED_MAX)
-def compile_filter(terms: FilterTerms) -> Filter:
-    """Check and translate a filter. Raises ``InvalidArgument``, or ``InvalidFilter`` with the place of a mistake."""
-    return Filter(terms.check())
+def compile_filter(terms: FilterTerms, group: str | None = None) -> Filter:
+    """Check and translate a filter; with a group, for the rows that are addressed to it or to none.
+
+    Raises ``InvalidArgument``, or ``InvalidFilter`` with the place of a mistake.
+    """
+    return Filter(terms.check(), group)

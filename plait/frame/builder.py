@@ -206,6 +206,7 @@ def build_frame(
     deliver_at: int | npt.NDArray[np.int64] | None = None,
     keys: Rows | None = None,
     key_hashes: npt.NDArray[np.uint64] | None = None,
+    groups: Rows | None = None,
     tags: Rows | None = None,
     headers: Rows | None = None,
     flags: int = 0,
@@ -214,8 +215,8 @@ def build_frame(
 ) -> FrameParts:
     """A frame of the rows, with the client's checksum and without a stamp.
 
-    ``keys``, ``tags`` and ``headers`` are encoded (a row without one is empty). ``send_time`` and ``deliver_at`` are
-    one time for all rows, or one per row. ``note`` is the producer group of half messages.
+    ``keys``, ``groups``, ``tags`` and ``headers`` are encoded (a row without one is empty). ``send_time`` and
+    ``deliver_at`` are one time for all rows, or one per row. ``note`` is the producer group of half messages.
     """
     count = len(bodies)
     if not 0 < count <= FRAME_COUNT_MAX:
@@ -231,6 +232,7 @@ def build_frame(
     for column, rows in (
         (Column.KEY, keys),
         (Column.BODY, bodies),
+        (Column.TO_GROUP, groups),
         (Column.TAGS, tags),
         (Column.HEADERS, headers),
     ):

@@ -23,6 +23,7 @@ from plait.limits import (
     FRAME_SIZE_MAX,
     HEADERS_SIZE_MAX,
     KEY_SIZE_MAX,
+    NAME_LENGTH_MAX,
     TAG_LENGTH_MAX,
     TAGS_MAX,
 )
@@ -39,6 +40,8 @@ class Column(IntEnum):
     KEY = 5
     BODY = 6
     PRIORITY = 7
+    #: The only group that gets the row; empty: every group.
+    TO_GROUP = 8
     TAGS = 16
     HEADERS = 17
     #: The number of each row in the schedule of its subject. The frame settles these numbers: the rows no longer wait.
@@ -74,19 +77,22 @@ TIMES: Final[frozenset[int]] = frozenset({Column.SEND_TIME, Column.DELIVER_AT})
 ROW_SIZES_MAX: Final[dict[int, int]] = {
     Column.KEY: KEY_SIZE_MAX,
     Column.BODY: BODY_SIZE_MAX,
+    Column.TO_GROUP: NAME_LENGTH_MAX,
     # A separator before each tag and one at the end; a character is at most four bytes.
     Column.TAGS: TAGS_MAX * (4 * TAG_LENGTH_MAX + 1) + 1,
     Column.HEADERS: HEADERS_SIZE_MAX,
 }
 VARIABLE: Final[frozenset[int]] = frozenset(ROW_SIZES_MAX)
 #: Columns whose rows are UTF-8.
-TEXTS: Final[frozenset[int]] = frozenset({Column.KEY, Column.TAGS})
+TEXTS: Final[frozenset[int]] = frozenset({Column.KEY, Column.TO_GROUP, Column.TAGS})
 #: Columns that a producer may compress. Columns that a broker reads to route and filter are always raw.
 COMPRESSIBLE: Final[frozenset[int]] = frozenset({Column.BODY, Column.HEADERS})
 
 KNOWN_BITS: Final = sum(1 << column for column in Column)
 SELECTION_BIT: Final = 1 << Column.SELECTION
 MANDATORY_BITS: Final = 0xFFFF
+#: Set in the columns of a frame that has rows for one group only.
+ADDRESSED_BIT: Final = 1 << Column.TO_GROUP
 
 #: A directory entry: the size in the low bits, the codec in the high bits.
 ENTRY_SIZE: Final = 4

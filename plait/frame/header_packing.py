@@ -43,10 +43,13 @@ _decode = msgspec.msgpack.Decoder(HeaderMap).decode
 
 def pack(offsets: Buffer, data: Buffer) -> bytes | None:
     """The block of a column in the row form; None if that form is to stay."""
+    size = len(data)
+    if len(offsets) <= I32.itemsize * BLOCK_COUNT_MIN or not size:
+        return None
     ends = np.frombuffer(offsets, I32)
-    count, size = len(ends) - 1, len(data)
+    count = len(ends) - 1
     # The check of a block counts some bytes more than a row has.
-    if count < BLOCK_COUNT_MIN or not size or int(np.diff(ends).max()) > HEADERS_SIZE_MAX - 16:
+    if int(np.diff(ends).max()) > HEADERS_SIZE_MAX - 16:
         return None
     stored = bytes(data)
     try:

@@ -39,6 +39,7 @@ _PLACED: Final = (
     Column.KEY,
     Column.BODY,
     Column.PRIORITY,
+    Column.TO_GROUP,
     Column.TAGS,
     Column.HEADERS,
     Column.SCHEDULE,

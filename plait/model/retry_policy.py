@@ -18,6 +18,9 @@ STEPS_MAX = 64
 ATTEMPTS_MAX = 0xFFFF
 #: The default number of attempts.
 ATTEMPTS = 16
+#: If consumers are lost while they hold a message, it becomes a dead letter only after this many deliveries, even if
+#: its policy allows fewer attempts: a lost consumer had not started most of the rows that it held.
+LOST_ATTEMPTS_MIN = 16
 #: A wait is rounded up to a multiple of about 1/GRAIN of its length, so that messages that fail at about the same time
 #: share one due time.
 GRAIN = 64

@@ -12,6 +12,7 @@ from plait.broker.groups.ordered import ordered_delivery
 from plait.broker.groups.ordered.frame_pieces import FramePiece, cut_matching
 from plait.broker.groups.ordered.left_out import LeftOutRows
 from plait.broker.partitions.frame_search import KeyCache
+from plait.broker.recovery import shards
 from plait.filter.message_filter import Examined
 from plait.frame.view import FrameView
 
@@ -58,3 +59,15 @@ def leave_out_what_is_not_examined(patch: Patch) -> None:
         return Examined(found.first, frame.count, np.concatenate([found.mask, missing]))
 
     patch.setattr(KeyCache, "matching", naive)
+
+
+def forget_addresses_at_a_restart(patch: Patch) -> None:
+    """After a start from a checkpoint, groups also get the rows that are addressed to another group."""
+    dump = shards.dump_partition
+
+    def naive(*arguments: Any) -> shards.PartitionState:
+        state = dump(*arguments)
+        state.addressed = False
+        return state
+
+    patch.setattr(shards, "dump_partition", naive)

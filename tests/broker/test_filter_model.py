@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from plait.broker.groups.group import AttachedConsumer
-from plait.broker.groups.group_settings import GroupFilter, set_group_filter
+from plait.broker.groups.group_settings import NO_FILTER, GroupFilter, set_group_filter
 from plait.broker.groups.shared_group import SharedGroup
 from plait.broker.views import group_view
 from plait.client.send.encoding import encode_headers, encode_tags
@@ -46,8 +46,23 @@ def tag_filter(tags: tuple[str, ...], how: int) -> FilterTerms:
     return FilterTerms(where=" OR ".join(f"letter = '{tag}'" for tag in tags))
 
 
-def columns_of(tags: list[str]) -> dict[str, Any]:
-    return {"tags": [encode_tags([tag]) for tag in tags], "headers": [encode_headers({"letter": tag}) for tag in tags]}
+def columns_of(tags: list[str], addresses: random.Random, group: str | None, *, plain: bool) -> dict[str, Any]:
+    """The columns of messages with these tags. Some are addressed: a ``d`` to another group, other tags to ``group``.
+
+    A ``d`` that is addressed has the tag ``a``: only the address keeps it away. ``plain``: every ``d`` is addressed.
+    """
+    groups = [b""] * len(tags)
+    tags = tags.copy()
+    for row, tag in enumerate(tags):
+        if tag == "d" and (plain or addresses.random() < 0.5):
+            tags[row], groups[row] = "a", b"other"
+        elif group is not None and addresses.random() < 0.3:
+            groups[row] = group.encode()
+    return {
+        "tags": [encode_tags([tag]) for tag in tags],
+        "headers": [encode_headers({"letter": tag}) for tag in tags],
+        "groups": groups if any(groups) else None,
+    }
 
 
 # --- shared groups --------------------------------------------------------------------------------
@@ -67,6 +82,11 @@ class SharedModel:
         self.node.broker.create_subject(SUBJECT, SubjectSettings())
         self.producer = Producer(7)
         self.wanted = self.draw.choice(WANTED)
+        self.addresses = random.Random(f"{seed} {kind} addresses")
+        #: True if the group has no filter: only addresses keep messages away.
+        self.plain = self.addresses.random() < 0.3
+        if self.plain:
+            self.wanted = ("a", "b", "c")
         self.version = 1
         #: Sequence → tag.
         self.tags: list[str] = []
@@ -98,9 +118,10 @@ class SharedModel:
     # --- steps ----------------------------------------------------------------------------------
 
     def attach(self, client: str) -> AttachedConsumer:
-        wanted = GroupFilter(tag_filter(self.wanted, self.draw.randrange(3)), version=self.version)
+        terms = tag_filter(self.wanted, self.draw.randrange(3))
+        wanted = NO_FILTER if self.plain else GroupFilter(terms, version=self.version)
         group = None if self.kind == "broadcast" else GROUP
-        if group is None and (known := self.node.partition(SUBJECT).groups):
+        if group is None and not self.plain and (known := self.node.partition(SUBJECT).groups):
             [has] = known.values()
             wanted = GroupFilter(has.definition.filter, True, self.version)
         delivery = self.kind if self.kind == "at_most_once" else "at_least_once"
@@ -128,7 +149,9 @@ class SharedModel:
     def send(self) -> None:
         tags = self.draw.choices(TAGS, k=self.draw.randrange(1, 40))
         bodies = [b"%d" % (len(self.tags) + number) for number in range(len(tags))]
-        self.node.submit(self.producer.frame(SUBJECT, *bodies, **columns_of(tags)))
+        own = None if self.kind == "broadcast" else GROUP
+        columns = columns_of(tags, self.addresses, own, plain=self.plain)
+        self.node.submit(self.producer.frame(SUBJECT, *bodies, **columns))
         self.node.turn()
         self.tags += tags
 
@@ -176,6 +199,8 @@ class SharedModel:
 
     def change(self) -> None:
         """Change the filter: members attach again."""
+        if self.plain:
+            return
         self.wanted, self.version = self.draw.choice(WANTED), self.version + 1
         terms = tag_filter(self.wanted, self.draw.randrange(3))
         set_group_filter(self.node.broker, self.group, GroupFilter(terms, version=self.version))
@@ -297,6 +322,7 @@ class FilteredWorld(World):
     def __init__(self, seed: int, flush: str) -> None:
         super().__init__(seed, flush)
         self.choice = random.Random(f"{seed} filters")
+        self.addresses = random.Random(f"{seed} addresses")
         self.wanted = self.choice.choice(WANTED)
         self.version = 1
         #: Body → sequence, tag and key.
@@ -318,7 +344,11 @@ class FilteredWorld(World):
             rows.append((self.rng.choice(self.keys), b"%d" % self.number + bytes(self.rng.choice((0, 0, 300)))))
         tags, keys = self.choice.choices(TAGS, k=len(rows)), [key for key, _ in rows]
         frame = self.producer.frame(
-            SUBJECT, *(body for _, body in rows), keys=keys, key_hashes=hash_keys(keys, len(keys)), **columns_of(tags)
+            SUBJECT,
+            *(body for _, body in rows),
+            keys=keys,
+            key_hashes=hash_keys(keys, len(keys)),
+            **columns_of(tags, self.addresses, GROUP, plain=False),
         )
         sent = self.node.submit(frame)
         self.node.turn()

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from plait.broker.groups.dead_letters import Choice
-from plait.broker.groups.group import LOST_ATTEMPTS_MIN, AttachedConsumer
+from plait.broker.groups.group import AttachedConsumer
 from plait.frame.columns import Column
 from plait.model.rate import Rate
 from plait.model.reason import Reason
-from plait.model.retry_policy import Retry
+from plait.model.retry_policy import LOST_ATTEMPTS_MIN, Retry
 from plait.model.settings import with_pause, with_rate
 from plait.storage.logs.retained_log import HISTORY_MAX
 from tests.broker.rate_record import RateRecord

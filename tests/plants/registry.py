@@ -73,6 +73,7 @@ PLANTS: list[Plant] = [
     # Rates.
     Plant(rate_defects.begin_with_a_second_of_tokens, generators.RATE_MODEL, (0, 1)),
     Plant(rate_defects.leave_limited_pulls_suspended, generators.RATE_MODEL, (0, 1)),
+    Plant(filter_defects.forget_addresses_at_a_restart, generators.FILTER_MODEL, (3,)),
     # Storage.
     Plant(broker_defects.trust_the_page_cache, generators.CRASH_POINTS),
     Plant(broker_defects.define_partitions_once, generators.CRASH_POINTS),
@@ -100,10 +101,11 @@ PLANTS: list[Plant] = [
     Plant(world_defects.interrupt_closing, generators.WORLDS),
     Plant(world_defects.stay_attached_to_all_subjects, generators.WORLDS, (0,)),
     Plant(world_defects.start_a_known_group_again_on_new_partitions, generators.WORLDS),
-    Plant(world_defects.end_the_app_with_a_body_that_does_not_decode, generators.WORLDS, (17,)),
+    Plant(world_defects.end_the_app_with_a_body_that_does_not_decode, generators.WORLDS, (0,)),
     Plant(world_defects.overtake_sends_that_wait_for_room, generators.WORLDS, (1,)),
-    Plant(world_defects.return_a_message_while_its_thread_runs, generators.WORLDS, (28,)),
+    Plant(world_defects.return_a_message_while_its_thread_runs, generators.WORLDS, (7, 31, 36)),
     Plant(world_defects.throw_rows_away_at_a_clean_stop, generators.SHARED_CLUSTER, (0,)),
+    Plant(world_defects.correlate_replies_by_numbers_alone, generators.WORLDS, (0,)),
     # The outbox.
     Plant(relay_defects.renew_the_lease_of_another_relay, generators.OUTBOX, (4,)),
     Plant(relay_defects.look_behind_the_highest_id_only, generators.OUTBOX, (1,)),

@@ -60,6 +60,8 @@ def test_a_hundred_plans_have_every_feature_and_every_fault():
         lambda plan: any(subject.retention for subject in plan.subjects),
         lambda plan: any(group.away for group in plan.groups),
         lambda plan: any(group.without for group in plan.groups),
+        lambda plan: bool(plan.addressed),
+        lambda plan: plan.requests is not None,
         lambda plan: bool(plan.outages),
         lambda plan: plan.queries,
         lambda plan: plan.skew > 3600.0,

@@ -19,6 +19,7 @@ from plait.client.app.subscription import Subscription
 from plait.client.closing import Closing
 from plait.client.consume import fetcher
 from plait.client.consume.several.several_fetcher import SeveralFetcher
+from plait.client.requests.requester import Requester
 from plait.client.send.producer import Producer
 from plait.errors import CodecError
 from plait.meta.batch_commits import ClusterAge
@@ -69,14 +70,14 @@ def start_a_known_group_again_on_new_partitions(patch: Patch) -> None:
 
 def end_the_app_with_a_body_that_does_not_decode(patch: Patch) -> None:
     """An unexpected error of a decoder ends the app."""
-    refuse = Subscription._refuse
+    refusal = Subscription._refusal
 
-    def naive(self: Subscription, message: Any, error: BaseException) -> BaseException:
+    def naive(self: Subscription, message: Any, error: BaseException) -> Any:
         if not isinstance(error, CodecError):
             raise error
-        return refuse(self, message, error)
+        return refusal(self, message, error)
 
-    patch.setattr(Subscription, "_refuse", naive)
+    patch.setattr(Subscription, "_refusal", naive)
 
 
 def return_a_message_while_its_thread_runs(patch: Patch) -> None:
@@ -122,3 +123,14 @@ def skip_rows_after_a_full_reply(patch: Patch) -> None:
         return batch
 
     patch.setattr(filtered_read, "read_filtered", skipping)
+
+
+def correlate_replies_by_numbers_alone(patch: Patch) -> None:
+    """The clients number their requests from 1, and the ids of requests name no client."""
+    made = Requester.__init__
+
+    def naive(requester: Requester, *arguments: Any) -> None:
+        made(requester, *arguments)
+        requester._channel = "request"
+
+    patch.setattr(Requester, "__init__", naive)

@@ -176,6 +176,7 @@ def test_rows_without_a_subject_are_refused():
 def test_every_column_that_can_be_written_is_accepted():
     whole = pa.schema(
         {"subject": pa.string(), "body": pa.binary(), "key": pa.int32(), "tags": TEXTS, "headers": MAP, "delay": TIME}
+        | {"to_group": pa.string()}
     )
     check_columns(whole.remove(5))
     check_columns(whole.remove(5).append(pa.field("delay", pa.duration("us"))))

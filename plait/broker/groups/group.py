@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from plait.clock import Clock
 from plait.errors import FrameError
-from plait.filter.message_filter import compile_filter
+from plait.filter.message_filter import Filter, filter_of
 from plait.filter.scan_budget import ScanBudget
 from plait.frame.view import FrameView
 from plait.limits import ServerLimits
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from plait.broker.groups.waking import Waiter
     from plait.broker.partition_rate import PartitionRate, RateTimers
     from plait.broker.partitions.partition import Delivery, Partition
-
-#: If consumers are lost while they hold a message, it becomes a dead letter only after this many deliveries, even if
-#: its policy allows fewer attempts: a lost consumer had not started most of the rows that it held.
-LOST_ATTEMPTS_MIN = 16
 
 #: Separates client id and number in the name of a consumer whose client id another process took; no client id has it.
 AFTER_CLIENT = "#"
@@ -178,11 +174,10 @@ class Group(ABC):
     ) -> None:
         #: The group's id, name and settings; only ``redefine`` changes it.
         self.definition = definition
-        #: The compiled filter; None: every row is delivered.
-        self.wanted = None if definition.filter is None else compile_filter(definition.filter)
         self.id = definition.id
         self.name = definition.name
         self.partition = partition
+        self.choose_rows()
         #: Since when it is paused, in microseconds since 1970 (0: not), and its limit. ``apply_to_group`` sets both.
         self.paused = 0
         self.rate: PartitionRate | None = None
@@ -212,8 +207,13 @@ class Group(ABC):
     def redefine(self, definition: GroupDefinition) -> None:
         """Change the group's settings."""
         self.definition = definition
-        self.wanted = None if definition.filter is None else compile_filter(definition.filter)
+        self.choose_rows()
         self.partition.redefined()
+
+    def choose_rows(self) -> None:
+        """Choose rows by the filter, and by their groups if the partition has rows for one group only."""
+        #: None: every row is delivered.
+        self.wanted: Filter | None = filter_of(self.definition.filter, self.name if self.partition.addressed else None)
 
     def add(self, consumer: AttachedConsumer) -> None:
         """Add a consumer; it replaces an earlier one with the same client id."""

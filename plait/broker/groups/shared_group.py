@@ -9,7 +9,6 @@ from itertools import islice
 from plait.broker.groups.filtered_rows import take_matching
 from plait.broker.groups.group import (
     FAILURE,
-    LOST_ATTEMPTS_MIN,
     AttachedConsumer,
     EpochRanges,
     Group,
@@ -21,6 +20,7 @@ from plait.broker.groups.scattered_rows import take_scattered
 from plait.broker.partitions.partition import Delivery, Partition
 from plait.limits import ServerLimits
 from plait.model.reason import Reason
+from plait.model.retry_policy import LOST_ATTEMPTS_MIN
 from plait.storage.cursor import ALL, Cursor, CursorState
 from plait.storage.logs.action_events import (
     Acked,

@@ -16,7 +16,7 @@ from plait.broker.partitions.frame_search import KeyCache, KnownRows
 from plait.broker.partitions.settings import apply_settings, apply_to_group
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
-from plait.frame.columns import SELECTION_BIT
+from plait.frame.columns import ADDRESSED_BIT, SELECTION_BIT
 from plait.frame.header import TIME_MAX
 from plait.frame.slicing import slice_rows
 from plait.frame.view import FrameView
@@ -108,6 +108,7 @@ class Partition:
         "_head",
         "_slots",
         "accepts",
+        "addressed",
         "consume_log",
         "definitions",
         "epochs",
@@ -142,6 +143,8 @@ class Partition:
         self.accepts: LpSet | None = None
         #: The fence of each sealed logical partition: the sequence at which its rows end; 0: none.
         self.fences: npt.NDArray[np.int64] | None = None
+        #: True once a row was stored for one group only: its groups look at the groups of rows from then on.
+        self.addressed = False
         self.id = row.id
         self.redefine(row)
         #: For a schedule partition: the partition that its due rows enter. The schedule accepts the same keys.
@@ -199,15 +202,6 @@ class Partition:
         self._slots = [(start, np.flatnonzero(lp_set(runs))) for start, runs in row.taken]
         apply_settings(self)
 
-    def known_until(self, route: int) -> npt.NDArray[np.int64]:
-        """For each LP, the first sequence that a route of this version does not cover; -1: it covers all."""
-        begins = np.full(LOGICAL_PARTITIONS, -1, np.int64)
-        # The lowest sequence is written last and wins.
-        for first, end, sequence, version in sorted(self.row.reopened, key=lambda each: -each[2]):
-            if version > route:
-                begins[first:end] = sequence
-        return begins
-
     def lps_of(self, sequences: npt.NDArray[np.int64], hashes: Hashes | None) -> Lps:
         """The LP of each row. A row without a key belongs to an LP that the partition accepted when it was stored."""
         lps = lps_of(sequences, hashes)
@@ -228,8 +222,12 @@ class Partition:
         lps = keyed_lps(frame.key_hashes())
         return bool(accepts[lps].all() if len(lps) else accepts.any())
 
-    def appended(self, base: int, offset: int, time: int, size: int, count: int, epoch: int) -> None:
-        """Note a frame of this partition that was appended to the message log."""
+    def appended(self, base: int, offset: int, time: int, size: int, count: int, epoch: int, columns: int) -> None:
+        """Note a frame of this partition, with these columns, that was appended to the message log."""
+        if columns & ADDRESSED_BIT and not self.addressed:
+            self.addressed = True
+            for group in self._groups.values():
+                group.choose_rows()
         if not self.epochs or self.epochs[-1][1] != epoch:
             self.epochs.append((base, epoch))
         self.consume_log.append(base, offset, time, size, count)

@@ -118,7 +118,8 @@ class MessageReplay:
         if not known:
             if frame.base < partition.next:
                 return
-            partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
+            base, time = frame.base, frame.store_time
+            partition.appended(base, offset, time, frame.size, frame.count, frame.epoch, frame.column_bits)
             self._turn.touch(partition)
         # Producers, schedules and stages are in other shards, which were copied at other moments.
         replay_producers(partition, self._producers, offset, frame)

@@ -64,6 +64,7 @@ class PartitionState(msgspec.Struct, array_like=True):
     generation: int
     flushed: int
     groups: list[GroupState]
+    addressed: bool = False
 
 
 class PartitionShard(msgspec.Struct, array_like=True):
@@ -96,6 +97,7 @@ def dump_partition(partition: Partition, generation: int, flushed: int) -> Parti
         generation,
         flushed,
         [_dump_group(group) for group in partition.groups.values()],
+        partition.addressed,
     )
 
 

@@ -155,6 +155,7 @@ class Recovery:
             partition = self._catalog.make(entry.row)
             partition.start, partition.next, partition.size = entry.start, entry.next, entry.size
             partition.epochs = entry.epochs
+            partition.addressed = entry.addressed
             partition.position = position
             self._catalog.add(partition)
             for group in state.load_groups(entry, partition, turn, turn.clock.monotonic()):

@@ -54,7 +54,7 @@ def reschedule(broker: Broker, subject: str, number: int, due: int, to: int) -> 
     base, now = partition.next, broker.clock.now()
     frame.stamp_with(pack_stamp(partition.id, base, now, broker.message_log.durable, broker.turn.epoch))
     offset = broker.turn.append_own(frame)
-    partition.appended(base, offset, now, frame.size, 1, broker.turn.epoch)
+    partition.appended(base, offset, now, frame.size, 1, broker.turn.epoch, frame.tail_columns)
     broker.turn.touch(partition)
     _settle(broker, schedule, number, due, place)
     broker.schedules.upcoming.append(schedule, FrameView(frame.tobytes()), offset, base)

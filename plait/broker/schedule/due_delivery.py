@@ -227,7 +227,7 @@ class DueDelivery:
             base = target.next
             frame.stamp_with(pack_stamp(target.id, base, now, log.durable, turn.epoch))
             offset = log.append(frame.parts, frame.size)
-            target.appended(base, offset, now, frame.size, frame.count, turn.epoch)
+            target.appended(base, offset, now, frame.size, frame.count, turn.epoch, frame.tail_columns)
             commit.partitions[target] = target.next
             turn.touch(target)
             kept[mine[start:stop]] = False

@@ -61,7 +61,7 @@ class HalfPublisher:
         base, now, buffer = partition.next, turn.clock.now(), frame.buffer
         stamp = pack_stamp(partition.id, base, now, log.durable, turn.epoch)
         offset = log.append([buffer[:STAMP_OFFSET], stamp, buffer[HEADER_SIZE:]], frame.size)
-        partition.appended(base, offset, now, frame.size, frame.count, turn.epoch)
+        partition.appended(base, offset, now, frame.size, frame.count, turn.epoch, frame.column_bits)
         turn.touch(partition)
         turn.mark()
         self.table.stored(transaction, partition.id, HalfFrame(frame.first, base, frame.count, frame.size))

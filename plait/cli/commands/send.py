@@ -42,6 +42,7 @@ def send(
     header: Annotated[
         list[str] | None, described("name=text, or name:=value for a number, true or false; may be repeated.")
     ] = None,
+    to_group: Annotated[str | None, described("Only this group gets the messages.")] = None,
     file: Annotated[Path | None, described("Send a file's content; '-' is standard input.")] = None,
     lines: Annotated[
         bool | None,
@@ -71,6 +72,7 @@ def send(
         "delay": None if delay is None else delay_of(delay),
         "deliver_at": None if deliver_at is None else time_of(deliver_at),
         "headers": headers_of(header),
+        "to_group": to_group,
     }
     sending = SendRun(subject, options, json=output == "json")
     if not from_stdin and file is None:

@@ -53,6 +53,7 @@ class Outgoing:
     oneway: bool
     delay: Delay | None = None
     deliver_at: datetime | None = None
+    to_group: str | None = None
 
     async def send(self, client: Client) -> Receipt:
         """Send the message with its current values."""
@@ -64,6 +65,7 @@ class Outgoing:
             headers=self.headers or None,
             delay=self.delay,
             deliver_at=self.deliver_at,
+            to_group=self.to_group,
             oneway=self.oneway,
         )
 
@@ -249,6 +251,7 @@ class App:
         headers: Mapping[str, str | int | float | bool] | None = None,
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
+        to_group: str | None = None,
         oneway: bool = False,
     ) -> Receipt:
         """``client.send``, from hooks and ``async def`` handlers."""
@@ -262,10 +265,11 @@ class App:
                 headers=headers,
                 delay=delay,
                 deliver_at=deliver_at,
+                to_group=to_group,
                 oneway=oneway,
             )
         listed = [tags] if isinstance(tags, str) else list(tags or ())
-        outgoing = Outgoing(subject, body, key, listed, dict(headers or {}), oneway, delay, deliver_at)
+        outgoing = Outgoing(subject, body, key, listed, dict(headers or {}), oneway, delay, deliver_at, to_group)
         proceed: Callable[[], Awaitable[Receipt]] = partial(outgoing.send, client)
         for hook in reversed(self._send_hooks):
             proceed = partial(hook, outgoing, proceed)
@@ -281,10 +285,18 @@ class App:
         headers: Mapping[str, str | int | float | bool] | None = None,
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
+        to_group: str | None = None,
     ) -> Ticket:
         """``client.post``, from hooks and ``async def`` handlers; shutdown waits for posted messages."""
         return self._own_client().post(
-            subject, body, key=key, tags=tags, headers=headers, delay=delay, deliver_at=deliver_at
+            subject,
+            body,
+            key=key,
+            tags=tags,
+            headers=headers,
+            delay=delay,
+            deliver_at=deliver_at,
+            to_group=to_group,
         )
 
     # --- running --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ A handler chooses another outcome with ``RetryLater``, ``Suspend`` or ``Reject``
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import inspect
@@ -22,8 +23,9 @@ from plait.client.client import Client
 from plait.client.consume.consumer import Batch, Consumer
 from plait.client.consume.failure import UNBEGUN, FailureOutcome, reason_of
 from plait.client.consume.terms import ConsumerArguments
+from plait.client.requests.requesting import asks_for_reply
 from plait.client.types import Message
-from plait.errors import CodecError
+from plait.errors import CodecError, PlaitError
 from plait.model.reason import Reason
 
 log = logging.getLogger("plait.app")
@@ -99,7 +101,7 @@ class SubscriberSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Call:
     """One call of a handler. A ``def`` runs in a thread, which may continue after the timeout."""
 
-    __slots__ = ("arguments", "awaited", "failure", "thread")
+    __slots__ = ("arguments", "awaited", "failure", "result", "thread")
 
     def __init__(self, arguments: list[Any]) -> None:
         self.arguments = arguments
@@ -108,6 +110,8 @@ class Call:
         self.awaited = True
         #: The exception that its thread raised.
         self.failure: BaseException | None = None
+        #: What the handler returned: the reply to a request.
+        self.result: Any = None
 
     @property
     def running(self) -> bool:
@@ -133,6 +137,7 @@ class Subscription:
         self._resuming: asyncio.TimerHandle | None = None
         #: Calls that have not ended.
         self._calls: set[Call] = set()
+        self._client: Client | None = None
 
     @property
     def unfinished(self) -> bool:
@@ -150,6 +155,7 @@ class Subscription:
         return f"{self.handler.name} handles {consumer.subjects} ({who})"
 
     def consumer(self, client: Client) -> Consumer:
+        self._client = client
         return client._consumer(self.settings.consumer, any_thread=not self.handler.is_async)
 
     async def work(self, consumer: Consumer, pool: Executor, stopping: asyncio.Event) -> None:
@@ -182,13 +188,16 @@ class Subscription:
         except _NOT_THE_HANDLERS:
             raise
         except BaseException as error:  # noqa: BLE001 - any exception fails only its message
-            return self._refuse(message, error)
+            await self._report_failure(message, self._refusal(message, error))
+            return error
         call = Call(arguments)
         failure = await self._call(call, pool, [message], stopping)
+        if failure is None and call.result is not None:
+            failure = await self._reply(message, call.result)
         if failure is None:
             message.ack()
         else:
-            message._delivered.report_row(message._row, self._failed(failure))
+            await self._report_failure(message, self._failed(failure))
         await call.ended()
         self._calls.discard(call)
         return failure
@@ -205,7 +214,8 @@ class Subscription:
             except _NOT_THE_HANDLERS:
                 raise
             except BaseException as error:  # noqa: BLE001 - any exception fails only its message
-                failure = self._refuse(message, error)
+                await self._report_failure(message, self._refusal(message, error))
+                failure = error
         if messages:
             call = Call(self.handler.arguments(bodies, messages))
             broken = await self._call(call, pool, messages, stopping)
@@ -218,21 +228,41 @@ class Subscription:
         batch._report(None)
         return failure
 
-    def _refuse(self, message: Message, error: BaseException) -> BaseException:
-        """Fail a message whose body cannot be decoded; the handler is not called."""
+    async def _reply(self, message: Message, body: Any) -> PlaitError | None:
+        """If the message is a request, reply with the result of its handler. Returns the error if that fails."""
+        assert self._client is not None
+        try:
+            if asks_for_reply(message):
+                await self._client.reply(message, body)
+        except PlaitError as error:
+            log.error("%s replied to %s in vain: %s", self.handler.name, self._fate([message]), error)
+            return error
+        return None
+
+    async def _report_failure(self, message: Message, outcome: FailureOutcome) -> None:
+        """Fail a message. If it is a request and this was its last attempt, its sender gets the reason."""
+        deliveries = message._delivered.deliveries
+        most = deliveries.attempts if deliveries is not None else 0
+        last = outcome.reject or (outcome.counted and most and message.attempt >= most)
+        if last and self.settings.consumer.delivery == "at_least_once" and asks_for_reply(message):
+            assert self._client is not None
+            with contextlib.suppress(PlaitError):
+                # Without it, the request ends with its timeout.
+                await self._client.reply(message, failure=outcome.reason or "no reason was given")
+        message._delivered.report_row(message._row, outcome)
+
+    def _refusal(self, message: Message, error: BaseException) -> FailureOutcome:
+        """The outcome of a message whose body cannot be decoded; the handler is not called."""
         if isinstance(error, CodecError) and self.settings.undecodable == "reject":
             # Decoding would fail the next time too.
             log.error("%s cannot take %s: %s", self.handler.name, self._fate([message], rejected=True), error)
-            failed = FailureOutcome(None, reason_of(error, self.handler.name), reject=True)
-        elif isinstance(error, CodecError):
+            return FailureOutcome(None, reason_of(error, self.handler.name), reject=True)
+        if isinstance(error, CodecError):
             log.error("%s cannot take %s: %s", self.handler.name, self._fate([message]), error)
-            failed = self._failed(error)
         else:
             # The decoder itself failed: another attempt may succeed.
             log.error("%s cannot decode %s", self.handler.name, self._fate([message]), exc_info=error)
-            failed = self._failed(error)
-        message._delivered.report_row(message._row, failed)
-        return error
+        return self._failed(error)
 
     def _fate(self, messages: list[Message], *, rejected: bool = False) -> str:
         """For logs: the position of failed messages, and what happens to them next."""
@@ -266,7 +296,7 @@ class Subscription:
     async def _invoke(self, call: Call, pool: Executor) -> None:
         """Call the handler; raises what it raises."""
         if self.handler.is_async:
-            await self.handler.function(*call.arguments)
+            call.result = await self.handler.function(*call.arguments)
             return
         context = contextvars.copy_context()
         work = functools.partial(_outcome, context, self.handler.function, call.arguments)
@@ -275,9 +305,8 @@ class Subscription:
         result, call.failure = await asyncio.shield(call.thread)
         if call.failure is not None:
             raise call.failure
-        if inspect.isawaitable(result):
-            # A plain function that returns a coroutine.
-            await result
+        # A plain function may return a coroutine.
+        call.result = await result if inspect.isawaitable(result) else result
 
     async def _call(
         self, call: Call, pool: Executor, messages: list[Message], stopping: asyncio.Event

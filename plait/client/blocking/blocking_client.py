@@ -28,7 +28,7 @@ from plait.client.blocking.blocking_consumer import SyncConsumer, SyncReader
 from plait.client.blocking.blocking_transaction import SyncTransaction
 from plait.client.blocking.loop_thread import Blocking, LoopThread, RunInLoop, blocking, shared_loop, signed_as
 from plait.client.client import Client
-from plait.client.send.encoding import Delay, due_of, encode_body, encode_headers, encode_key, encode_tags
+from plait.client.send.encoding import Delay, due_of, encode_body, encode_group, encode_headers, encode_key, encode_tags
 from plait.client.send.open_rows import ROW_SIZE, SHORT_BODY_MAX, SHORT_KEY_MAX
 from plait.client.send.subject_sender import Senders
 from plait.client.types import Receipt, Ticket
@@ -144,8 +144,8 @@ class SyncTicket:
             await self._ticket._batch.wait()
 
 
-#: Subject, body, key, tags, headers, due time (None: not delayed), size and ticket.
-_Row = tuple[str, bytes, str | None, list[str] | None, dict[str, Any] | None, int | None, int, SyncTicket]
+#: Subject, body, key, tags, headers, due time (None: not delayed), group that it is addressed to, size and ticket.
+_Row = tuple[str, bytes, str | None, list[str] | None, dict[str, Any] | None, int | None, str | None, int, SyncTicket]
 
 
 class PostInbox:
@@ -171,6 +171,7 @@ class PostInbox:
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
         due: int | None = None,
+        to_group: str | None = None,
     ) -> SyncTicket:
         """Add a row, from any thread. An invalid row raises here."""
         if subject not in self._known:
@@ -187,6 +188,8 @@ class PostInbox:
         if headers is not None:
             headers = dict(headers)
             size += len(encode_headers(headers))
+        if to_group is not None:
+            size += len(encode_group(to_group))
         ticket = SyncTicket(self)
         with self._lock:
             waiting = self._producer.buffered + self._size
@@ -196,7 +199,7 @@ class PostInbox:
                     limit="buffer_bytes",
                     value=self._limit,
                 )
-            self._rows.append((subject, body, key, tags, headers, due, size, ticket))
+            self._rows.append((subject, body, key, tags, headers, due, to_group, size, ticket))
             self._size += size
             wake, self._scheduled = not self._scheduled, True
         if wake:
@@ -230,14 +233,14 @@ class PostInbox:
         senders, producer = self._senders, self._producer
         taken = 0
         for _ in range(min(count, len(rows))):
-            subject, body, key, tags, headers, due, size, ticket = rows.popleft()
+            subject, body, key, tags, headers, due, to_group, size, ticket = rows.popleft()
             taken += size
             if producer.closed is not None:
                 ticket._error = producer.closed
                 continue
             known = senders.plain if due is None else senders.delayed
             sender = known.get(subject) or senders.sender(subject, delayed=due is not None)
-            ticket._ticket = (sender.rows or sender.choose(key)).post(body, key, tags, headers, due)
+            ticket._ticket = (sender.rows or sender.choose(key)).post(body, key, tags, headers, due, to_group)
         with self._lock:
             self._size -= taken
 
@@ -333,6 +336,9 @@ class SyncClient:
     send = blocking(Client.send)
     send_many = blocking(Client.send_many)
     flush = blocking(Client.flush)
+    request = blocking(Client.request)
+    reply = blocking(Client.reply)
+    dropped_replies = property(lambda self: self._inner.dropped_replies, doc=Client.dropped_replies.__doc__)
     cancel = blocking(Client.cancel)
     reschedule = blocking(Client.reschedule)
 
@@ -347,6 +353,7 @@ class SyncClient:
         headers: Mapping[str, str | int | float | bool] | None = None,
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
+        to_group: str | None = None,
     ) -> SyncTicket:
         """Buffer a message and return at once. ``ticket.result()`` gives the receipt. Raises ``BufferFull``."""
         inbox = self._inbox
@@ -356,7 +363,7 @@ class SyncClient:
         due = None
         if delay is not None or deliver_at is not None:
             due = due_of(delay, deliver_at, self._inner._producer.next_now())
-        return inbox.post(subject, body, key, tags, headers, due)
+        return inbox.post(subject, body, key, tags, headers, due, to_group)
 
     @signed_as(Client.transaction)
     def transaction(self, *args: Any, **kwargs: Any) -> SyncTransaction:

@@ -20,7 +20,7 @@ from plait.client.consume.ordered.ordered_fetcher import OrderedFetcher
 from plait.client.consume.several.several_fetcher import SeveralFetcher
 from plait.client.consume.terms import ConsumerArguments, Terms
 from plait.client.net.router import Router
-from plait.client.types import PartitionName
+from plait.client.types import PartitionName, SendReply
 from plait.clock import Clock, SystemClock
 from plait.errors import InvalidArgument
 from plait.limits import ClientLimits
@@ -43,6 +43,8 @@ class Consumers:
         #: Makes the thread that renews leases while the user's loop is busy.
         self.background: Callable[[], Background] = BackgroundThread
         self.renewer: LeaseRenewer | None = None
+        #: Sends replies to requests that the consumers got; the client sets it.
+        self.reply: SendReply | None = None
 
     def new(self, arguments: ConsumerArguments, now: int, *, any_thread: bool) -> Consumer:
         """A consumer, whose messages may be acked from ``any_thread``."""
@@ -78,11 +80,13 @@ class Consumers:
             return AckSpool(self._spool, terms.subject, terms.group or "", terms.client, str(partition))
 
         if not terms.mode.locks:
-            return Fetcher(self._router, limits, terms, any_thread=any_thread, spools=spools, common=common)
+            shared = Fetcher(self._router, limits, terms, any_thread=any_thread, spools=spools, common=common)
+            shared.reply = self.reply
+            return shared
         self.renewer = self.renewer or LeaseRenewer(
             self._client_id, self._limits, self.clock, self.heartbeats, self.background
         )
-        return OrderedFetcher(
+        ordered = OrderedFetcher(
             self._router,
             limits,
             terms,
@@ -94,6 +98,8 @@ class Consumers:
             spools=spools,
             common=common,
         )
+        ordered.reply = self.reply
+        return ordered
 
     def _members(self, patterns: SubjectPatterns, group: str | None) -> list[Consumer]:
         """The consumers of the group that may have a subject in common with the patterns."""

@@ -30,7 +30,7 @@ from plait.client.consume.row_runs import (
     runs_in,
 )
 from plait.client.send.encoding import decode_tags
-from plait.client.types import ACKNOWLEDGED, Acknowledgement, HeaderValue, Message, MessageId, PartitionName
+from plait.client.types import ACKNOWLEDGED, Acknowledgement, HeaderValue, Message, MessageId, PartitionName, SendReply
 from plait.errors import Closed, FrameError
 from plait.frame.arrow import keys as key_column
 from plait.frame.columns import SMALL_COUNT, Column
@@ -39,7 +39,6 @@ from plait.frame.view import FrameView
 
 #: Looked up once: Python 3.11 runs a function for each access to an enum member.
 _BODY, _KEY, _SELECTION = int(Column.BODY), int(Column.KEY), int(Column.SELECTION)
-
 #: ``rows_done`` of small frames with all rows done. They share it, because done rows stay done.
 _ALL_DONE = np.ones(SMALL_COUNT, bool)
 #: The failed rows of a frame by failure outcome.
@@ -120,14 +119,12 @@ class DeliveredFrame:
     def headers(self, row: int) -> dict[str, HeaderValue]:
         if not self.frame.has(Column.HEADERS):
             return {}
-        if self._headers is None:
-            self._headers = self.frame.header_block() or self.frame.binary(Column.HEADERS).to_pylist()
-        found = self._headers
+        frame = self.frame
+        found = self._headers = self._headers or frame.header_block() or frame.rows(Column.HEADERS, 0, frame.count)
         return found.map(row) if isinstance(found, HeaderBlock) else decode_headers(found[row])
 
     def message_id(self, row: int) -> MessageId:
-        self._ids = self._ids or self.frame.message_ids()
-        producers, numbers = self._ids
+        producers, numbers = self._ids = self._ids or self.frame.message_ids()
         return MessageId(int(producers[row]), int(numbers[row]))
 
     def time(self, column: Column, row: int) -> datetime | None:
@@ -136,11 +133,8 @@ class DeliveredFrame:
     def attempt(self, row: int) -> int:
         if len(self._attempts) == 1:
             return self._attempts[0][2]
-        self._numbers = self._numbers or self._attempt_numbers().tolist()
+        self._numbers = self._numbers or attempts_of(self._attempts, self.frame.sequences()).tolist()
         return self._numbers[row]
-
-    def _attempt_numbers(self) -> npt.NDArray[np.int64]:
-        return attempts_of(self._attempts, self.frame.sequences())
 
     def epoch_of(self, row: int) -> int:
         return self.epoch
@@ -204,7 +198,7 @@ class DeliveredFrame:
             self.nacking.append((len(self.acking), rows, failed if self.attempt(first) >= wanted else plain))
             return
         start, stop, _ = rows.indices(self.count)
-        late = self._attempt_numbers()[start:stop] >= wanted
+        late = attempts_of(self._attempts, self.frame.sequences())[start:stop] >= wanted
         edges = [start, *(np.flatnonzero(np.diff(late)) + start + 1).tolist(), stop]
         for left, right in pairwise(edges):
             self.nacking.append((len(self.acking), slice(left, right), failed if late[left - start] else plain))
@@ -329,9 +323,8 @@ class Deliveries:
         self.open: dict[DeliveredFrame, None] = {}
         #: The number of open rows, the bytes of their frames, and the number of rows received in all.
         self.held = self.bytes = self._received = 0
-        #: Frames with outcomes that are not collected yet.
+        #: Frames with outcomes that are not collected yet, and whether these are about to be collected.
         self.unsent: dict[DeliveredFrame, None] = {}
-        #: True if the outcomes are about to be collected.
         self.scheduled = False
         #: The first attempt whose failure reason the broker needs.
         self.reasons_from = 1
@@ -341,6 +334,7 @@ class Deliveries:
         self.closed = False
         #: True: outcomes after the closing have no effect, instead of an error, because the subject was deleted.
         self.gone = False
+        self.reply: SendReply | None = None
         #: Outcomes reported by other threads: a frame, a row, and its failure; None: acked.
         self.inbox: deque[tuple[DeliveredFrame, int, FailureOutcome | None]] = deque()
         self._inbox_scheduled = False
@@ -385,8 +379,7 @@ class Deliveries:
             try:
                 loop.call_soon_threadsafe(self.absorb)
             except RuntimeError:
-                # The loop has ended.
-                self.closed = True
+                self.closed = True  # The loop has ended.
                 self.check_open()
 
     def absorb(self) -> None:

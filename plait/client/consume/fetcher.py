@@ -26,7 +26,7 @@ from plait.client.consume.prefetch import Prefetch, RowBuffer
 from plait.client.consume.pull_client import PullClient
 from plait.client.consume.terms import PauseNotices, Terms
 from plait.client.net.router import Router, SubjectRoute
-from plait.client.types import PartitionName
+from plait.client.types import PartitionName, SendReply
 from plait.errors import PlaitError, StaleRoute, SubjectNotFound
 from plait.limits import ClientLimits
 from plait.model.logical_partitions import LpSet
@@ -97,6 +97,8 @@ class Fetcher(Arrivals):
         self.terms = terms
         self.any_thread = any_thread
         self._spools = spools
+        #: Sends replies to requests among the messages.
+        self.reply: SendReply | None = None
         self.tracks = terms.tracks
         self.loop: asyncio.AbstractEventLoop | None = None
         self.clients: deque[PullClient] = deque()

@@ -89,6 +89,10 @@ def undecided(message_id: MessageId, group: str, transaction: TransactionInfo) -
 
 def _text(message: Message, group: str, state: MessageState) -> str:
     stored = f"The message is stored in {message.partition} as sequence {message.sequence} since {message.store_time}."
+    if message.to_group is not None:
+        stored = f"{stored} It is addressed to group {message.to_group}."
+    if message.to_group not in (None, group):
+        return f"{stored} Group {group} does not get it."
     text = f"{stored} {_state_text(group, state)}"
     if state.filter is not None and any(row.action == "filtered" for row in state.history[:1]):
         text += f" {_filter_text(message, state, state.filter)}"

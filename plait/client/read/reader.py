@@ -17,7 +17,7 @@ from plait.client.consume.delivered import DeliveredFrame
 from plait.client.net.node import Node
 from plait.client.net.router import Router, SubjectRoute
 from plait.client.types import Message, PartitionName
-from plait.errors import Closed, InvalidArgument, StaleRoute, Timeout, Unavailable
+from plait.errors import Closed, InvalidArgument, PlaitError, StaleRoute, Timeout, Unavailable
 from plait.frame.view import frames_in
 from plait.limits import ClientLimits
 from plait.model.filter_terms import FilterTerms
@@ -121,6 +121,8 @@ class Reader:
         self._opened = False
         self._closed = False
         self._rest: deque[Message] = deque()
+        #: Ends the wait for messages when the route gets other partitions; None: no call waits.
+        self._wait: asyncio.Timeout | None = None
 
     @property
     def position(self) -> Any:
@@ -138,10 +140,11 @@ class Reader:
     async def __aenter__(self) -> Self:
         # Before the route is requested, so that the router does not drop it.
         self._router.users.append(self._uses)
+        self._router.on_route.append(self._new_route)
         try:
             await self._open()
         except BaseException:
-            self._router.users.remove(self._uses)
+            self._forget_route()
             raise
         return self
 
@@ -159,6 +162,16 @@ class Reader:
 
     def _uses(self, subject: str) -> bool:
         return subject == self.subject
+
+    def _forget_route(self) -> None:
+        if self._uses in self._router.users:
+            self._router.users.remove(self._uses)
+            self._router.on_route.remove(self._new_route)
+
+    def _new_route(self, route: SubjectRoute) -> None:
+        """Begin to read new partitions at once, whatever the present reads wait for."""
+        if route.subject == self.subject and self._wait is not None and not self._wait.expired():
+            self._wait.reschedule(0.0)
 
     def _follow(self, route: SubjectRoute, start: Any) -> None:
         """Read the partitions of the route; new ones start at ``start``."""
@@ -180,8 +193,7 @@ class Reader:
     async def close(self) -> None:
         """Stop reading."""
         self._closed = True
-        if self._uses in self._router.users:
-            self._router.users.remove(self._uses)
+        self._forget_route()
         for partition in self._partitions.values():
             partition.give_up()
 
@@ -207,12 +219,8 @@ class Reader:
             route = self._router.known(self.subject)
             if route is not None and route is not self._route:
                 self._follow(route, "earliest")
-            first = next(iter(self._partitions.values()))
             try:
-                if len(self._partitions) == 1 and first.reading is None:
-                    await first.read(count, wait)
-                else:
-                    await self._fill_from_all(count, wait)
+                await self._read(count, wait)
             except StaleRoute:
                 route = await self._router.refresh(self.subject, create=False)
                 if self._partitions.keys() <= set(route.partitions):
@@ -221,6 +229,21 @@ class Reader:
                 continue
             if remaining <= 0:
                 break
+
+    async def _read(self, count: int, wait: float) -> None:
+        """Read until there are messages, the wait is over, or the route has other partitions."""
+        first = next(iter(self._partitions.values()))
+        try:
+            async with asyncio.timeout(None) as self._wait:
+                if len(self._partitions) == 1 and first.reading is None:
+                    await first.read(count, wait)
+                else:
+                    await self._fill_from_all(count, wait)
+        except TimeoutError as error:
+            if isinstance(error, PlaitError):
+                raise
+        finally:
+            self._wait = None
 
     async def _fill_from_all(self, count: int, wait: float) -> None:
         """Read from all partitions at once, until one of them has messages."""

@@ -91,6 +91,11 @@ def decode_tags(encoded: bytes) -> list[str]:
     return encoded.decode().strip(TAG_SEPARATOR).split(TAG_SEPARATOR) if encoded else []
 
 
+def encode_group(group: str | None) -> bytes:
+    """The name of the only group that gets a message; empty: every group."""
+    return b"" if group is None else names.check_group(group).encode()
+
+
 def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
     """Headers as a msgpack map; empty if there are no headers."""
     if not headers:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from xxhash import xxh3_64_intdigest
 
-from plait.client.send.encoding import encode_body, encode_headers, encode_key, encode_tags
+from plait.client.send.encoding import encode_body, encode_group, encode_headers, encode_key, encode_tags
 from plait.client.send.producer import Producer
 from plait.client.send.resend_window import PendingBatch, ResendWindow, SentFrame
 from plait.client.types import Ticket
@@ -75,10 +75,12 @@ class OpenRows:
         self.keys: list[str] | None = None
         self.tags: list[bytes] | None = None
         self.headers: list[bytes] | None = None
+        #: The group that each row is addressed to; empty: every group.
+        self.groups: list[bytes] | None = None
         self.size = 0
         #: The due time of each row; None: the rows are not delayed.
         self.dues: list[int] | None = [] if self._delayed else None
-        #: True while no row has tags, headers or a due time.
+        #: True while no row has tags, headers, a due time or a group.
         self.plain = not self._delayed
         self.batch = PendingBatch(dues=self.dues)
 
@@ -89,6 +91,7 @@ class OpenRows:
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
         due: int | None = None,
+        to_group: str | None = None,
     ) -> Ticket:
         """Add a row. It is sent when the frame is full, or after ``linger_seconds``."""
         bodies, keys = self.bodies, self.keys
@@ -97,6 +100,7 @@ class OpenRows:
         if (
             tags is None
             and headers is None
+            and to_group is None
             and self.plain
             and keys is not None
             and type(key) is str
@@ -110,7 +114,7 @@ class OpenRows:
             size = len(body) + len(key) + ROW_SIZE
             total = self.size = self.size + size
         else:
-            size = self.add(body, key, tags, headers, due)
+            size = self.add(body, key, tags, headers, due, to_group)
             total = self.size
         producer, batch = self._producer, self.batch
         producer.buffered += size
@@ -129,6 +133,7 @@ class OpenRows:
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
         due: int | None = None,
+        to_group: str | None = None,
     ) -> tuple[PendingBatch, int]:
         """Add a row that is sent at the end of this loop turn, with the other rows of the turn.
 
@@ -141,6 +146,7 @@ class OpenRows:
             key is None
             and tags is None
             and headers is None
+            and to_group is None
             and self.plain
             and self.keys is None
             and type(body) is bytes
@@ -150,7 +156,7 @@ class OpenRows:
             size = len(body) + ROW_SIZE
             self.size += size
         else:
-            size = self.add(body, key, tags, headers, due)
+            size = self.add(body, key, tags, headers, due, to_group)
         self._producer.buffered += size
         if self.size >= self._frame_bytes or row >= self._last_row or (row >= self._ahead and not self._window.frames):
             self.seal()
@@ -170,6 +176,7 @@ class OpenRows:
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
         due: int | None = None,
+        to_group: str | None = None,
     ) -> int:
         """Append a row and return its size. An invalid row raises and is not added."""
         if type(body) is not bytes or len(body) > SHORT_BODY_MAX:
@@ -191,6 +198,14 @@ class OpenRows:
             if self.headers is None:
                 self.headers = [b""] * row
                 self.plain = False
+        if to_group is not None:
+            group = encode_group(to_group)
+            size += len(group)
+            if self.groups is None:
+                self.groups = [b""] * row
+                self.plain = False
+        if self.groups is not None:
+            self.groups.append(group if to_group is not None else b"")
         if self.tags is not None:
             self.tags.append(encoded if tags is not None else b"")
         if self.headers is not None:
@@ -272,6 +287,7 @@ class OpenRows:
             # Arrow converts many keys faster than Python does, and a few more slowly.
             keys=pa.array(keys, pa.string()) if keys is not None and count > SMALL_COUNT else keys,
             key_hashes=None if keys is None else hash_keys(keys, count),
+            groups=self.groups,
             tags=self.tags,
             headers=self.headers,
             compression=compression,

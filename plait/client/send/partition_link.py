@@ -99,7 +99,12 @@ class PartitionLink:
         self._stale = None
 
     async def send_oneway(
-        self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
+        self,
+        body: Any,
+        key: str | int | None,
+        tags: Iterable[str] | None,
+        headers: Mapping[str, Any] | None,
+        to_group: str | None = None,
     ) -> Receipt:
         """Add a row that is sent once, at the end of this loop turn, and gets no reply."""
         while self.number is None:
@@ -108,7 +113,7 @@ class PartitionLink:
         if rows.bodies and rows.batch.first + len(rows.bodies) != producer.oneway_next:
             # The producer sequences of a frame must be consecutive, and rows of another partition got some in between.
             self.seal_oneway()
-        rows.add(body, key, tags, headers)
+        rows.add(body, key, tags, headers, to_group=to_group)
         number = producer.oneway_next
         producer.oneway_next += 1
         if len(rows.bodies) == 1:

@@ -31,6 +31,8 @@ class RowColumns(NamedTuple):
     dues: Dues | None = None
     #: Send times, one for all rows or one for each; None: the time at which the frame is built.
     times: Dues | None = None
+    #: The group that each row is addressed to; empty: every group.
+    groups: pa.Array | None = None
 
     @classmethod
     def of(cls, frame: FrameView) -> RowColumns:
@@ -51,6 +53,7 @@ class RowColumns(NamedTuple):
             array(Column.HEADERS),
             times(Column.DELIVER_AT),
             times(Column.SEND_TIME),
+            array(Column.TO_GROUP),
         )
 
     def take(self, rows: Rows | None) -> RowColumns:
@@ -76,7 +79,8 @@ class RowColumns(NamedTuple):
 
     def frames(self, size: int, count: int) -> Iterator[RowColumns]:
         """The rows in pieces of about ``size`` bytes and at most ``count`` rows."""
-        columns = [each for each in (self.bodies, self.keys, self.tags, self.headers) if each is not None]
+        found = (self.bodies, self.keys, self.tags, self.headers, self.groups)
+        columns = [each for each in found if each is not None]
         if sum(each.nbytes for each in columns) <= size and len(self.bodies) <= count:
             yield self
             return
@@ -108,6 +112,7 @@ class RowColumns(NamedTuple):
             deliver_at=self.dues,
             keys=self.keys,
             key_hashes=self.hashes,
+            groups=self.groups,
             tags=self.tags,
             headers=self.headers,
             flags=flags,

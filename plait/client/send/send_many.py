@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from plait.client.send.encoding import Dues, body_too_large, encode_body, encode_headers, encode_key, encode_tags
+from plait.client.send.encoding import (
+    Dues,
+    body_too_large,
+    encode_body,
+    encode_group,
+    encode_headers,
+    encode_key,
+    encode_tags,
+)
 from plait.client.send.open_rows import hash_keys
 from plait.client.send.partitioner import Pieces
 from plait.client.send.producer import Producer
@@ -23,6 +31,9 @@ from plait.limits import BODY_SIZE_MAX
 #: One value for all rows, or one for each.
 Tags = str | Iterable[str] | Sequence[Iterable[str] | None]
 Headers = Mapping[str, str | int | float | bool] | Sequence[Mapping[str, str | int | float | bool] | None]
+
+#: Returns the encoded values of ``count`` rows from ``start``; None if no row has any.
+Encoder = Callable[[int, int], list[bytes] | None]
 
 #: Rows that are measured first, to estimate the size of a row.
 SAMPLE_COUNT = 256
@@ -38,11 +49,12 @@ async def send_many(
     when: Callable[[int], Dues] | None = None,
     tags: Tags | None = None,
     headers: Headers | None = None,
+    to_group: str | Sequence[str | None] | None = None,
 ) -> Receipts:
     """Store all bodies in order; returns the receipts when the broker has stored them.
 
-    ``tags`` and ``headers`` are one value for all rows, or one for each. ``when`` returns the due times of that many
-    rows. Raises the first error; other bodies may be stored.
+    ``tags``, ``headers`` and ``to_group`` are one value for all rows, or one for each. ``when`` returns the due times
+    of that many rows. Raises the first error; other bodies may be stored.
     """
     if isinstance(bodies, pa.ChunkedArray):
         bodies = bodies.combine_chunks()
@@ -51,9 +63,7 @@ async def send_many(
     total = len(bodies)
     if keys is not None and len(keys) != total:
         raise InvalidArgument(f"{len(keys)} keys for {total} bodies; give one for each, or None")
-    one = isinstance(tags, str) or (isinstance(tags, Sequence) and all(isinstance(each, str) for each in tags))
-    tags_of = _encoder(tags, encode_tags, "tags", total, one=one)
-    headers_of = _encoder(headers, encode_headers, "headers", total, one=isinstance(headers, Mapping))
+    encoders = _encoders(tags, headers, to_group, total)
     dues = None if when is None else when(total)
     sender = senders.sender(subject, delayed=dues is not None)
     producer, limits = senders.producer, senders.producer.limits
@@ -65,8 +75,8 @@ async def send_many(
     while position < total:
         array = _column(bodies, position, min(position + step, total))
         count = len(array)
-        tagged, described = tags_of(position, count), headers_of(position, count)
-        size = _size(array) + sum(map(len, tagged or ())) + sum(map(len, described or ()))
+        extras = [encoded(position, count) for encoded in encoders]
+        size = _size(array) + sum(sum(map(len, each)) for each in extras if each is not None)
         step_bytes = limits.many_frame_bytes * _frames_per_step(sender)
         if size > 2 * step_bytes and count > 1:
             step = max(1, count // (1 + size // step_bytes))
@@ -78,7 +88,8 @@ async def send_many(
         due = dues if dues is None or isinstance(dues, int) else dues[position : position + count]
         batch = PendingBatch(dues=due)
         texts_column = None if texts is None else pa.array(texts, pa.string())
-        columns = RowColumns(array, texts_column, hashes, _bytes_column(tagged), _bytes_column(described), due)
+        tagged, described, groups = map(_bytes_column, extras)
+        columns = RowColumns(array, texts_column, hashes, tagged, described, due, groups=groups)
         batches.append(batch)
         sender.push(pieces, columns, batch, producer.now())
         position += count
@@ -92,10 +103,18 @@ async def send_many(
     return Receipts(batches)
 
 
-def _encoder(
-    given: Any, encode: Callable[[Any], bytes], name: str, total: int, *, one: bool
-) -> Callable[[int, int], list[bytes] | None]:
-    """Returns the encoded tags or headers of ``count`` rows from ``start``; None if no row has any.
+def _encoders(tags: Any, headers: Any, to_group: Any, total: int) -> list[Encoder]:
+    """The encoders of the tags, headers and groups of all rows."""
+    one = isinstance(tags, str) or (isinstance(tags, Sequence) and all(isinstance(each, str) for each in tags))
+    return [
+        _encoder(tags, encode_tags, "tags", total, one=one),
+        _encoder(headers, encode_headers, "headers", total, one=isinstance(headers, Mapping)),
+        _encoder(to_group, encode_group, "to_group", total, one=isinstance(to_group, str)),
+    ]
+
+
+def _encoder(given: Any, encode: Callable[[Any], bytes], name: str, total: int, *, one: bool) -> Encoder:
+    """Returns the encoded tags, headers or groups of ``count`` rows from ``start``; None if no row has any.
 
     ``one``: ``given`` is the value of all rows. Otherwise it has one for each.
     """

@@ -108,11 +108,12 @@ class SubjectSender:
         key: str | int | None,
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
+        to_group: str | None = None,
     ) -> Receipt:
         """Add a row that is sent once, at the end of this loop turn, and gets no reply."""
         await self.ready()
         [(sender, _)] = self.spread(None if key is None else hash_keys([encode_key(key)], 1))
-        return await sender.target.send_oneway(body, key, tags, headers)
+        return await sender.target.send_oneway(body, key, tags, headers, to_group)
 
     # --- the route ------------------------------------------------------------------------------
 

@@ -58,6 +58,8 @@ class HalfRow(NamedTuple):
     headers: bytes
     #: Microseconds since 1970; 0: at once.
     due: int
+    #: The group that it is addressed to; empty: every group.
+    to_group: bytes
 
 
 class HalfSender:
@@ -140,6 +142,7 @@ class HalfSender:
             deliver_at=row.due,
             keys=None if row.key is None else [row.key.encode()],
             key_hashes=hashes,
+            groups=[row.to_group] if row.to_group else None,
             tags=[row.tags] if row.tags else None,
             headers=[row.headers] if row.headers else None,
             flags=FLAG_UNSEQUENCED,

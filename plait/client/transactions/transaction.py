@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Self
 from plait import tasks
 from plait.client.closing import end_of
 from plait.client.net.router import Router
-from plait.client.send.encoding import Delay, due_of, encode_body, encode_headers, encode_key, encode_tags
+from plait.client.send.encoding import Delay, due_of, encode_body, encode_group, encode_headers, encode_key, encode_tags
 from plait.client.send.producer import Producer, new_producer_id
 from plait.client.transactions.half_sender import PASSING, HalfRow, HalfSender
 from plait.client.transactions.transaction_info import transaction_name
@@ -99,6 +99,7 @@ class Transaction:
         headers: Mapping[str, str | int | float | bool] | None = None,
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
+        to_group: str | None = None,
     ) -> Receipt:
         """Store a message that becomes visible with the commit. ``sequence`` of its receipt is None.
 
@@ -118,6 +119,7 @@ class Transaction:
             encode_tags(tags),
             encode_headers(headers),
             due,
+            encode_group(to_group),
         )
         async with self._lock:
             self._check_open()

@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 from plait import chance
 from plait.client.arguments import limit_of
 from plait.client.client import Client
-from plait.client.send.encoding import encode_headers, encode_tags
+from plait.client.send.encoding import encode_group, encode_headers, encode_tags
 from plait.client.send.open_rows import hash_keys
 from plait.client.send.resumable_sender import ResumableSender
 from plait.client.send.row_columns import RowColumns
@@ -346,12 +346,14 @@ def _outgoing(rows: pa.Table, run: str) -> tuple[RowColumns, list[str]]:
     ]
     keys = rows["key"].fill_null("").to_pylist()
     tags = [encode_tags(tags) for tags in rows["tags"].to_pylist()]
+    groups = [encode_group(group) for group in rows["to_group"].to_pylist()]
     columns = RowColumns(
         rows["body"].combine_chunks(),
         pa.array(keys, pa.string()) if any(keys) else None,
         hash_keys(keys, len(keys)) if any(keys) else None,
         pa.array(tags, pa.binary()) if any(tags) else None,
         pa.array(headers, pa.binary()),
+        groups=pa.array(groups, pa.binary()) if any(groups) else None,
     )
     return columns, ids
 

@@ -38,6 +38,7 @@ COLUMNS: Final[dict[str, tuple[str, Callable[[pa.DataType], bool]]]] = {
         "map<string,string>",
         lambda kind: pa.types.is_map(kind) and (kind.key_type, kind.item_type) == (_STRING, _STRING),
     ),
+    "to_group": ("string", lambda kind: kind == _STRING),
     "delay": ("a number of seconds or an interval", _is_delay),
     "deliver_at": ("timestamp", lambda kind: pa.types.is_timestamp(kind) and kind.tz is not None),
 }
@@ -75,6 +76,7 @@ def encode(batch: pa.RecordBatch, subject: str | None, now: int) -> Iterator[tup
         None if keys is None else hash_rows(keys),
         None if "tags" not in batch.schema.names else encode_tags(batch["tags"]),
         None if "headers" not in batch.schema.names else encode_headers(batch["headers"]),
+        groups=None if "to_group" not in batch.schema.names else encode_groups(batch["to_group"]),
     )
     late = next((name for name in ("delay", "deliver_at") if name in batch.schema.names), None)
     times = None if late is None else batch[late]
@@ -147,6 +149,13 @@ def encode_tags(column: pa.Array) -> pa.Array:
     joined = pc.binary_join(column, TAG_SEPARATOR).fill_null("")
     wrapped = pc.binary_join_element_wise(TAG_SEPARATOR, joined, TAG_SEPARATOR, "")
     return pc.if_else(pc.greater(counts, 0), wrapped, "")
+
+
+def encode_groups(column: pa.Array) -> pa.Array:
+    """The groups that rows are addressed to; empty: every group."""
+    for group in column.drop_null().unique().to_pylist():
+        names.check_group(group)
+    return column.fill_null("")
 
 
 def encode_headers(column: pa.Array) -> pa.Array:

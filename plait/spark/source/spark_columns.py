@@ -117,6 +117,14 @@ def _tags(frames: Frames) -> pa.Array:
     return pc.split_pattern(joined, TAG_SEPARATOR).cast(_TEXTS)
 
 
+def _to_group(frames: Frames) -> pa.Array:
+    if not frames.has(Column.TO_GROUP):
+        return pa.nulls(frames.count, _TEXT)
+    offsets, data = frames.variable(Column.TO_GROUP)
+    check_text(offsets, data, Column.TO_GROUP)
+    return nullable(_TEXT, offsets, data)
+
+
 def _headers(frames: Frames) -> pa.Array:
     return _of_headers(frames, header_columns.MAP, block_maps.map_array, header_columns.maps_of)
 
@@ -201,6 +209,7 @@ COLUMNS: Final[dict[str, SparkColumn]] = {
     "send_time": SparkColumn(_TIME, True, _send_time),
     "store_time": SparkColumn(_TIME, False, _store_time),
     "logical_partition": SparkColumn(pa.int32(), True, _logical_partition),
+    "to_group": SparkColumn(_TEXT, True, _to_group),
 }
 
 #: The columns of archives: those of the source, the types of header values, so that a replay can send a message

@@ -32,6 +32,9 @@ PRODUCERS = ("producer-0", "producer-1")
 CLIENTS = ("client-0", "client-1", "client-2")
 READER = "reader"
 
+#: The groups that messages are addressed to; no member is in the last one.
+ADDRESSEES = ("billing", "mail", "once", "absent")
+
 WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 2, "cut": 2, "cut_one_way": 1, "jump": 1}
 
 
@@ -59,6 +62,8 @@ class GroupPlan(NamedTuple):
     away: tuple[float, float] | None = None
     #: The filter of the group leaves out messages whose number is a multiple of this; 0: it has no filter.
     without: int = 0
+    #: ``Plan.addressed``.
+    addressed: int = 0
 
     @property
     def filter(self) -> dict[str, str]:
@@ -66,12 +71,19 @@ class GroupPlan(NamedTuple):
         return {"where": f"number % {self.without} <> 0"} if self.without else {}
 
     def leaves_out(self, number: int) -> bool:
+        if address_of(self.addressed, number) not in (None, self.name):
+            return True
         return bool(self.without) and number % self.without == 0
 
     @property
     def owns(self) -> bool:
         """Whether its members own logical partitions."""
         return self.mode in ("ordered", "affinity")
+
+
+def address_of(addressed: int, number: int) -> str | None:
+    """The only group that gets the message with this number; None: every group."""
+    return ADDRESSEES[number // addressed % len(ADDRESSEES)] if addressed and number % addressed == 0 else None
 
 
 class RecurrencePlan(NamedTuple):
@@ -98,6 +110,15 @@ class RatePlan(NamedTuple):
     #: None: the limit ends. The others are so high that a few thousand messages pass in the time of a run.
     messages_per_second: float | None
     bytes_per_second: float | None = None
+
+
+class RequestPlan(NamedTuple):
+    """Requests to a subject, and the changes of its partitions and of those of the replies."""
+
+    #: The partitions of the subject at the beginning.
+    partitions: int
+    #: (time, subject, partitions).
+    changes: tuple[tuple[float, Literal["questions", "replies"], int], ...]
 
 
 class DiskFault(NamedTuple):
@@ -148,6 +169,8 @@ class Plan(NamedTuple):
     prefixes: float = 0.0
     #: How likely a producer sends a transaction instead of single messages.
     transactions: float = 0.0
+    #: Messages whose number is a multiple of this are addressed to one group; 0: none is.
+    addressed: int = 0
     #: True if sending to a subject or consuming it creates the subject, even after its deletion.
     auto_create: bool = True
     #: How much a producer buffers before its sends wait.
@@ -162,6 +185,8 @@ class Plan(NamedTuple):
     #: Whether messages are looked up while faults play.
     queries: bool = False
     rates: tuple[RatePlan, ...] = ()
+    #: None: there are no requests.
+    requests: RequestPlan | None = None
 
     @property
     def calm(self) -> bool:
@@ -220,8 +245,11 @@ def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
 
 def _with_later_features(plan: Plan) -> Plan:
     """Draw the newer features separately, so that the rest of a seed's plan does not change."""
-    plan = plan._replace(groups=_filtered(plan), queries=random.Random(f"{plan.seed} searches").random() < 0.4)
-    return _with_rates(_with_recurrences(_with_ends(plan)))
+    addressed = random.Random(f"{plan.seed} addresses").choice((0, 0, 2, 5))
+    groups = tuple(group._replace(addressed=addressed) for group in _filtered(plan))
+    queries = random.Random(f"{plan.seed} searches").random() < 0.4
+    plan = plan._replace(groups=groups, addressed=addressed, queries=queries)
+    return _with_requests(_with_rates(_with_recurrences(_with_ends(plan))))
 
 
 def _with_rates(plan: Plan) -> Plan:
@@ -241,6 +269,18 @@ def _with_rates(plan: Plan) -> Plan:
                 found.append(RatePlan(at, subject.name, place, messages, size))
                 at += draw.expovariate(1.0)
     return plan._replace(rates=tuple(sorted(found, key=lambda each: each.at)))
+
+
+def _with_requests(plan: Plan) -> Plan:
+    draw = random.Random(f"{plan.seed} requests")
+    if plan.emptied is not None or draw.random() < 0.6:
+        return plan
+    subjects: tuple[Literal["questions", "replies"], ...] = ("questions", "replies")
+    changes = tuple(
+        (draw.uniform(0.2, plan.seconds), draw.choice(subjects), draw.choice((1, 2, 3)))
+        for _ in range(draw.choice((0, 1, 3)))
+    )
+    return plan._replace(requests=RequestPlan(draw.choice((1, 1, 2, 4)), changes))
 
 
 def _with_recurrences(plan: Plan) -> Plan:

@@ -15,7 +15,7 @@ from plait.testing.sim import Process
 from tests.sim.users import CLIENT_LIMITS
 from tests.sim.world.calls import Calls, Interrupted
 from tests.sim.world.ledger import DELAYED, Part
-from tests.sim.world.plan import DOOMED
+from tests.sim.world.plan import DOOMED, address_of
 from tests.sim.world.transactions import PRODUCER_GROUP, Half, Transacting
 
 KEYS: list[str | None] = [*(f"k{n}" for n in range(8)), None]
@@ -88,14 +88,18 @@ class Senders(Part):
     def _body(self, record: RecordedSend, draw: random.Random, sizes: Sequence[int] = PADDING) -> bytes:
         return msgspec.json.encode(Body(int(record.value), "x" * draw.choice(sizes)))
 
+    def _group_of(self, record: RecordedSend) -> str | None:
+        return address_of(self.plan.addressed, int(record.value))
+
+    def _options(self, record: RecordedSend) -> dict[str, Any]:
+        return {"key": _key(record), "headers": headers_of(record), "to_group": self._group_of(record)}
+
     async def _posts(self, burst: Burst) -> None:
         """Post a few messages at once, in the order of the calls."""
         for _ in range(burst.draw.choice((1, 1, 2, 6))):
             record = self._record(burst)
             try:
-                ticket = burst.client.post(
-                    burst.subject, self._body(record, burst.draw), key=_key(record), headers=headers_of(record)
-                )
+                ticket = burst.client.post(burst.subject, self._body(record, burst.draw), **self._options(record))
             except PlaitError as error:
                 self._failed(record, error)
             else:
@@ -105,7 +109,7 @@ class Senders(Part):
         """Send one message; the call may be cancelled."""
         record = self._record(burst)
         body = self._body(record, burst.draw)
-        sending = burst.client.send(burst.subject, body, key=_key(record), headers=headers_of(record))
+        sending = burst.client.send(burst.subject, body, **self._options(record))
         await self._settle(record, burst.subject, burst.calls(sending))
 
     async def _at_once(self, burst: Burst) -> None:
@@ -119,7 +123,7 @@ class Senders(Part):
             # Not by ``calls``: a call that may be cancelled begins one step later, which changes the order.
             record = self._record(burst, keys)
             body = self._body(record, burst.draw, LARGE)
-            sending = burst.client.send(burst.subject, body, key=_key(record), headers=headers_of(record))
+            sending = burst.client.send(burst.subject, body, **self._options(record))
             await self._settle(record, burst.subject, sending)
 
     async def _many(self, burst: Burst) -> None:
@@ -129,7 +133,9 @@ class Senders(Part):
         keys = [_key(record) for record in records]
         try:
             headers = [headers_of(record) for record in records]
-            receipts = await burst.calls(burst.client.send_many(burst.subject, bodies, keys=keys, headers=headers))
+            groups = [self._group_of(record) for record in records]
+            sending = burst.client.send_many(burst.subject, bodies, keys=keys, headers=headers, to_group=groups)
+            receipts = await burst.calls(sending)
         except (PlaitError, Interrupted) as error:
             # Some of the messages may be stored.
             for record in records:
@@ -145,7 +151,7 @@ class Senders(Part):
         delay = draw.choice((0.05, 0.5, draw.uniform(0.1, 6.0)))
         due = self.simulation.now + delay
         body = self._body(record, draw)
-        sending = client.send(burst.subject, body, key=_key(record), delay=delay, headers=headers_of(record))
+        sending = client.send(burst.subject, body, delay=delay, **self._options(record))
         receipt = await self._settle(record, burst.subject, burst.calls(sending), due)
         if receipt is not None and draw.random() < 0.3:
             burst.process.spawn(self._change_mind(client, record, receipt, draw))
@@ -180,7 +186,8 @@ class Senders(Part):
             record = self._record(one, DELAYED_KEYS)
             self.ledger.running.pop(int(record.value))
             delay = draw.uniform(0.05, 2.0) if self.plan.delays and draw.random() < 0.3 else None
-            records.append(Half(record, one.subject, self._body(record, draw), headers_of(record), delay))
+            body, group = self._body(record, draw), self._group_of(record)
+            records.append(Half(record, one.subject, body, headers_of(record), delay, group))
         await self.transacting.run(burst, records)
 
     # --- outcomes -------------------------------------------------------------------------------

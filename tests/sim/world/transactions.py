@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -39,6 +39,7 @@ class Half(NamedTuple):
     body: bytes
     headers: dict[str, str | int]
     delay: float | None
+    to_group: str | None
 
 
 class LocalRollback(Exception):
@@ -118,7 +119,8 @@ class Transacting(Part):
             patience = draw.uniform(0.0, 0.03) if draw.random() < 0.1 else None
             try:
                 async with asyncio.timeout(patience):
-                    await transaction.send(half.subject, half.body, key=key, headers=half.headers, delay=half.delay)
+                    options: dict[str, Any] = {"delay": half.delay, "to_group": half.to_group}
+                    await transaction.send(half.subject, half.body, key=key, headers=half.headers, **options)
             except PlaitError:
                 raise
             except TimeoutError:

@@ -17,6 +17,7 @@ from tests.sim.world.plan import CLIENTS, DOOMED, PRODUCERS, READER, Plan, draw_
 from tests.sim.world.queries import QUERIER, Querying
 from tests.sim.world.readers import Reading
 from tests.sim.world.recurring import SECONDS_MAX, Recurring
+from tests.sim.world.requests import Requests
 from tests.sim.world.senders import Senders
 from tests.sim.world.transactions import Transacting
 
@@ -43,9 +44,10 @@ class World:
         self.reading = Reading(sim, plan, self.ledger)
         self.recurring = Recurring(sim, plan, self.ledger)
         self.querying = Querying(sim, plan, self.ledger)
+        self.requests = Requests(sim, plan, self.ledger)
         self._quiet_seconds = quiet_seconds
-        self.users = [sim.process(name, self.senders.run) for name in PRODUCERS]
-        self.users += [sim.process(name, self.members.main(name)) for name in CLIENTS]
+        self.users = [sim.process(name, self.requests.asking(self.senders.run)) for name in PRODUCERS]
+        self.users += [sim.process(name, self.requests.answering(self.members.main(name))) for name in CLIENTS]
         self._reader = sim.process(READER, self.reading.run)
         if plan.queries:
             sim.process(QUERIER, self.querying.run)
@@ -69,6 +71,7 @@ class World:
         self.machines.start()
         sim.run(self.operator.create(), seconds=60.0)
         sim.run(self.recurring.create(), seconds=60.0)
+        sim.run(self.requests.create(), seconds=60.0)
         for user in (*self.users, self._reader):
             user.start()
         if self.plan.queries:
@@ -76,6 +79,7 @@ class World:
         self.machines.play()
         self.operator.play()
         self.recurring.play()
+        self.requests.play()
         play(sim, self.plan.script, self._fault)
         sim.run_for(self.plan.seconds)
         self.machines.heal()
@@ -84,10 +88,12 @@ class World:
         self.members.settle()
         self.reading.settle()
         self.querying.settled = True
+        self.requests.settled = True
         self._settle()
         self._finish()
         sim.run(self.querying.check(), seconds=60.0)
         sim.run(self.recurring.check(), seconds=2 * SECONDS_MAX)
+        sim.run(self.requests.check(), seconds=2 * SECONDS_MAX)
         if self.plan.emptied is not None:
             self._switch_off(self.plan.emptied)
             self._finish()

@@ -17,6 +17,7 @@ from plait.broker.groups.group import AttachedConsumer, Group
 from plait.broker.groups.ordered.locks import Epochs, Grant, Want
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.groups.waking import end_pulls, wake_group
+from plait.broker.partitions.partition import Partition
 from plait.broker.turn import Turn
 from plait.errors import InvalidArgument, StaleSession
 from plait.frame.header import SEQUENCE_MAX
@@ -92,7 +93,7 @@ class LeaseGrants(msgspec.Struct, eq=False):
         resumed = self._checked_keys(resumed, chosen, "resumed")
         group.policy.refuse_more_keys(marks)
         if route < group.partition.row.route and not group.definition.affinity:
-            wanted = _limit_to_route(wanted, group.partition.known_until(route))
+            wanted = _limit_to_route(wanted, _known_until(group.partition, route))
         consumer.leased_until = self.now() + self.longest
         group.handover.lease(consumer, wanted, self.now())
         group.policy.inherit(marks, resumed)
@@ -204,6 +205,16 @@ def _parked(group: OrderedGroup, lps: LpSet) -> tuple[list[int], list[int]]:
         (each.key, each.letter < 0) for each in parked if each.key is not None and among[each.key % LOGICAL_PARTITIONS]
     ]
     return [key for key, _ in found], [key for key, only in found if only]
+
+
+def _known_until(partition: Partition, route: int) -> Epochs:
+    """For each LP, the first sequence that a route of this version does not cover; -1: it covers all."""
+    begins = np.full(LOGICAL_PARTITIONS, -1, np.int64)
+    # The lowest sequence is written last and wins.
+    for first, end, sequence, version in sorted(partition.row.reopened, key=lambda each: -each[2]):
+        if version > route:
+            begins[first:end] = sequence
+    return begins
 
 
 def _limit_to_route(wants: list[Want], known_until: Epochs) -> list[Want]:

@@ -16,7 +16,6 @@ import numpy as np
 from plait.broker.groups.at_most_once import AtMostOnceGroup
 from plait.broker.groups.group import (
     FAILURE,
-    LOST_ATTEMPTS_MIN,
     AttachedConsumer,
     EpochRanges,
     Group,
@@ -35,6 +34,7 @@ from plait.broker.partitions.partition import Partition
 from plait.limits import ServerLimits
 from plait.model.logical_partitions import LpSet, runs_of
 from plait.model.reason import Reason
+from plait.model.retry_policy import LOST_ATTEMPTS_MIN
 from plait.storage.cursor import Cursor, CursorState
 from plait.storage.logs.action_events import (
     Acked,
