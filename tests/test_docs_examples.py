@@ -49,4 +49,4 @@ async def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 19
+    assert len(EXAMPLES) == 21

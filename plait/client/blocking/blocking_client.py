@@ -188,8 +188,7 @@ class PostInbox:
         if headers is not None:
             headers = dict(headers)
             size += len(encode_headers(headers))
-        if to_group is not None:
-            size += len(encode_group(to_group))
+        size += len(encode_group(to_group))
         ticket = SyncTicket(self)
         with self._lock:
             waiting = self._producer.buffered + self._size

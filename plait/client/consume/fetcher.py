@@ -204,6 +204,7 @@ class Fetcher(Arrivals):
         known = {client.partition for client in self.clients}
         added = [self._new_client(route, each, terms) for each in route.partitions if each not in known]
         for client in added:
+            client.deliveries.reply = self.reply
             self.clients.append(client)
             self.prefetch.add(client)
         return added

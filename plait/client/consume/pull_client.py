@@ -69,7 +69,6 @@ class PullClient:
         self.collector = AckCollector(self, fetcher.limits, spool, any_thread=fetcher.any_thread)
         #: The rows that the consumer holds.
         self.deliveries = self.collector.deliveries
-        self.deliveries.reply = fetcher.reply
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         #: None: not attached.
