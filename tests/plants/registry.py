@@ -67,6 +67,8 @@ PLANTS: list[Plant] = [
     Plant(filter_defects.leave_out_what_has_no_room, generators.WORLDS, (10,)),
     Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (12,)),
     Plant(filter_defects.record_nothing_that_is_left_out, generators.FILTER_MODEL, (3,)),
+    Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (53,)),
+    Plant(filter_defects.record_nothing_that_is_left_out, generators.FILTER_MODEL, (17, 21)),
     Plant(source_defects.negate_what_is_true_of_null, generators.PUSHED_FILTERS, (1, 4)),
     Plant(source_defects.compare_every_double_exactly, generators.PUSHED_FILTERS, (4,)),
     Plant(filter_defects.leave_out_what_is_not_examined, generators.FILTER_MODEL, (1,)),
@@ -103,7 +105,7 @@ PLANTS: list[Plant] = [
     Plant(world_defects.start_a_known_group_again_on_new_partitions, generators.WORLDS),
     Plant(world_defects.end_the_app_with_a_body_that_does_not_decode, generators.WORLDS, (0,)),
     Plant(world_defects.overtake_sends_that_wait_for_room, generators.WORLDS, (1,)),
-    Plant(world_defects.return_a_message_while_its_thread_runs, generators.WORLDS, (7, 31, 36)),
+    Plant(world_defects.return_a_message_while_its_thread_runs, generators.WORLDS, (42,)),
     Plant(world_defects.throw_rows_away_at_a_clean_stop, generators.SHARED_CLUSTER, (0,)),
     Plant(world_defects.correlate_replies_by_numbers_alone, generators.WORLDS, (0,)),
     # The outbox.

@@ -22,7 +22,7 @@ from tests.sim.world.senders import Senders
 from tests.sim.world.transactions import Transacting
 
 #: Errors that Plait logs when handlers and disks fail.
-ALLOWED_LOGS = ("*storage*", "*disk*", "*sync*", "Members.*", "*checkpoint*")
+ALLOWED_LOGS = ("*storage*", "*disk*", "*sync*", "Members.*", "Requests.*", "*checkpoint*")
 #: How long producers send after a broker group was switched off.
 SEND_SECONDS = 1.5
 
