@@ -67,6 +67,7 @@ PLANTS: list[Plant] = [
     Plant(filter_defects.leave_out_what_has_no_room, generators.WORLDS, (10,)),
     Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (12,)),
     Plant(filter_defects.record_nothing_that_is_left_out, generators.FILTER_MODEL, (3,)),
+    Plant(filter_defects.leave_out_what_has_no_room, generators.WORLDS, (1,)),
     Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (53,)),
     Plant(filter_defects.record_nothing_that_is_left_out, generators.FILTER_MODEL, (17, 21)),
     Plant(source_defects.negate_what_is_true_of_null, generators.PUSHED_FILTERS, (1, 4)),
