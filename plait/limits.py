@@ -24,6 +24,8 @@ PACKET_SIZE_MAX: Final = FRAME_SIZE_MAX + 1 * MIB
 FRAME_COUNT_MAX: Final = 1 << 20
 #: One column after decompression; a column that declares more is refused before it is decompressed.
 COLUMN_SIZE_MAX: Final = 64 * MIB
+#: The highest priority of a message; the lowest is 0.
+PRIORITY_MAX: Final = 9
 #: A message body, and an order key in UTF-8.
 BODY_SIZE_MAX: Final = 16 * MIB
 KEY_SIZE_MAX: Final = 1024
@@ -38,8 +40,7 @@ FILTER_DEPTH_MAX: Final = 32
 #: Wildcards in those LIKE patterns of a condition that have a % between other characters. Each may double the states in
 #: which a regular expression can be: with this many, 64 KiB of text take up to 10 ms.
 FILTER_WILDCARDS_MAX: Final = 12
-#: What a filter examines of a frame before the time is looked at: messages, bytes of text, and parts of the condition
-#: times messages or bytes.
+#: What a filter examines of a frame before it looks at the time: messages, bytes, and conditions times both.
 FILTER_PART_COUNT: Final = 1 << 16
 FILTER_PART_BYTES: Final = 1 * MIB
 FILTER_PART_WORK: Final = 1 << 21
@@ -113,6 +114,12 @@ PRODUCER_WINDOWS_MAX: Final = 500_000
 #: A producer is proven once it has been sending for this long. Brokers forget unproven producers first: a client that
 #: opens thousands of producers displaces its own, not those of other clients.
 PRODUCER_PROVEN_SECONDS: Final = 60.0
+#: Of this many rows that a group is given, one has a lower priority while such rows wait, so that none starves.
+PRIORITY_SHARE: Final = 16
+#: Runs of rows of one priority and tenant that a group knows ahead of its position, 120 bytes each; rows behind wait.
+LOOK_AHEAD_RUNS_MAX: Final = 65_536
+#: What a consumer prefetches once rows may overtake others: 64 rows of a millisecond each take less than 100 ms.
+RANKED_PREFETCH_COUNT: Final = 64
 
 # --- dead letters --------------------------------------------------------------------------------
 #: Dead letters that one request lists: the broker reads each of them.
@@ -145,15 +152,13 @@ LEASE_SECONDS_MIN: Final = 2.0
 LEASE_SECONDS_MAX: Final = 3600.0
 
 # --- open files ---------------------------------------------------------------------------------
-#: File descriptors that a server reserves beside those for connections and maps: for its event loop, health checks,
-#: checkpoints, new segments, and connections that it is about to refuse.
+#: File descriptors that a server reserves beside those for connections and maps: for checkpoints, new segments, checks.
 FILES_RESERVE: Final = 256
 #: File descriptors of one log segment: the file and its map.
 FILES_PER_SEGMENT: Final = 2
 
 # --- background tasks ---------------------------------------------------------------------------
-#: The pause before a failed background task is restarted: short enough that users hardly notice, and long enough that a
-#: task that always fails fills neither a core nor the log.
+#: The pause before a failed background task restarts, so that one that always fails fills neither a core nor the log.
 TASK_RESTART_SECONDS: Final = 1.0
 
 # --- consuming ----------------------------------------------------------------------------------
@@ -229,11 +234,9 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     lease_margin: float = 0.05
     #: Cancelled and rescheduled messages, each remembered until its original due time; more requests are refused.
     schedule_settled: int = 1_000_000
-    #: Stages that are not yet committed, 2 KiB each. A task of Spark's sink has one stage for each partition that its
-    #: rows go to.
+    #: Stages that are not yet committed, 2 KiB each. A task of Spark's sink has one for each partition of its rows.
     stages: int = 100_000
-    #: A stage that is not published holds its part of the message log for this long after its last row (7 days: a query
-    #: that failed on a Friday can be resumed after the weekend).
+    #: A stage that is not published holds its part of the message log for this long after its last row (7 days).
     stage_seconds: float = 7 * 86400.0
     #: Expired stages that are remembered, the newest ones, 2 KiB each. An unknown stage counts as published, so an
     #: expired one must be remembered while a driver may ask for it. No time bounds that, hence a number.
@@ -278,8 +281,7 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     queue_head_seconds: float = 0.2
     #: Sends are refused while one log write or sync has taken longer than this.
     log_busy_seconds: float = 1.0
-    #: Rows whose keys a broker caches for its ordered groups, 10 bytes each: enough for the frames that owners are
-    #: working on. The least recently used frame is evicted first.
+    #: Rows of ordered groups whose keys are cached, 10 bytes each; the least recently used frame is evicted first.
     key_rows: int = 1 << 22
     #: Open maps of consume logs; the least recently read one is closed.
     open_maps: int = 1_000
@@ -306,8 +308,7 @@ class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
     speaker_seconds: float = 5.0
     #: How often the times of clients' heartbeats are written to the database, for other meta servers.
     heartbeat_flush_seconds: float = 2.0
-    #: A pause of the meta server itself, or of its database, counts as at most this much silence of brokers and
-    #: clients: well within a lease.
+    #: A pause of the meta server or its database counts as at most this much silence of others: well within a lease.
     gap_seconds: float = 2.0
     #: Attempts to make a change that conflicts with concurrent changes.
     attempts: int = 8
@@ -395,6 +396,5 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     drain_seconds: float = 30.0
     #: How long the check of a transaction may take, for which the next checks wait; then its broker asks again.
     check_seconds: float = 30.0
-    #: ``App``: how long a cancelled ``async def`` handler may take to end. Long enough to close a file or a connection;
-    #: a handler that ignores its cancellation must not keep the process alive.
+    #: ``App``: how long a cancelled ``async def`` handler may take to end: long enough to close a connection.
     cancel_seconds: float = 2.0

@@ -11,12 +11,12 @@ from typing import Literal
 
 from plait.client.blocking.blocking_client import SyncAdmin as Admin
 from plait.client.blocking.blocking_client import SyncClient as Client
-from plait.client.blocking.blocking_client import SyncTicket as Ticket
 from plait.client.blocking.blocking_consumer import SyncArrowBatch as ArrowBatch
 from plait.client.blocking.blocking_consumer import SyncBatch as Batch
 from plait.client.blocking.blocking_consumer import SyncConsumer as Consumer
 from plait.client.blocking.blocking_consumer import SyncReader as Reader
 from plait.client.blocking.blocking_transaction import SyncTransaction as Transaction
+from plait.client.blocking.post_inbox import SyncTicket as Ticket
 from plait.client.client import DEFAULT_ADDRESS
 from plait.client.read.query import QueryResult
 from plait.client.requests.requesting import DEFAULT_REPLY_SUBJECT

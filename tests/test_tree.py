@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "plait"
 #: Lines of a tree. A change that needs more lines raises its number in the same commit.
-TREE_LINES_MAX = {"plait": 76_700, "tests": 76_000}
+TREE_LINES_MAX = {"plait": 77_500, "tests": 76_500}
 CYCLE_MODULES_MAX = 3
 ROOM_MODULES_MAX = 14
 FILE_LINES_MAX = 400

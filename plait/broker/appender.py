@@ -7,7 +7,8 @@ frame, stamped and appended together. Memory changes only after the log has rese
 from __future__ import annotations
 
 import struct
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, or_
 from typing import Final
 
 import msgspec
@@ -25,6 +26,7 @@ from plait.frame.view import FrameView
 from plait.storage.catalog import FORWARD, SCHEDULE, STAGE
 from plait.storage.logs.action_events import ATTEMPT_MAX, EVENT_SIZE, DeliveryEvent, Event
 from plait.storage.logs.action_log import DEFINITIONS, DEFINITIONS_MAX, EVENTS, EVENTS_MAX, Definition
+from plait.storage.logs.frame_traits import TRAIT_COLUMNS, traits_of
 from plait.storage.logs.log import Log
 from plait.storage.producers import SHARDS, FrameVerdict, ProducerTable, StoredRun
 
@@ -144,8 +146,9 @@ class Appender:
             joined = coalesce([s.frame for s in new])
             joined.stamp_with(stamp)
             parts, size = joined.parts, joined.size
+        traits = reduce(or_, [traits_of(s.frame) for s in new]) if frame.column_bits & TRAIT_COLUMNS else 0
         offset = self._log.append(parts, size)
-        partition.appended(base, offset, now, size, end - base, epoch, frame.column_bits)
+        partition.appended(base, offset, now, size, end - base, epoch, traits)
         commit.partitions[partition] = end
         if partition.row.kind:
             if len(new) > 1:
@@ -187,7 +190,7 @@ class Appender:
         stamp = pack_stamp(partition.id, base, now, self._log.durable, epoch)
         buffer = frame.buffer
         offset = self._log.append([buffer[:STAMP_OFFSET], stamp, buffer[HEADER_SIZE:]], frame.size)
-        partition.appended(base, offset, now, frame.size, frame.count, epoch, frame.column_bits)
+        partition.appended(base, offset, now, frame.size, frame.count, epoch, traits_of(frame))
         commit.partitions[partition] = partition.next
         if partition.row.kind == SCHEDULE:
             commit.delayed.append((partition, frame, offset, base))

@@ -30,6 +30,7 @@ from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.broker.groups.waking import DueHeap, Waiter, end_pulls, wake_group
 from plait.broker.partitions.filtered_read import reader_of
 from plait.broker.partitions.partition import Delivery, Partition, ReadBatch
+from plait.broker.partitions.settings import refuse_on_strict
 from plait.broker.query.message_index import MessageIndex
 from plait.broker.recovery.checkpointer import Snapshots
 from plait.broker.recovery.segment_headers import SegmentHeaders
@@ -60,6 +61,7 @@ from plait.storage.producers import ProducerTable
 #: Columns that only the broker adds to frames.
 _NOT_SENT_BITS = 1 << Column.RUNS | 1 << Column.SELECTION | 1 << Column.SCHEDULE | 1 << Column.NOTE
 _DELAYED_BIT = 1 << Column.DELIVER_AT
+_PRIORITY_BIT = 1 << Column.PRIORITY
 
 
 class Broker:
@@ -82,7 +84,6 @@ class Broker:
         self.deadlines = DueHeap[Waiter](attrgetter("deadline"))
         #: Groups with waiting rows, by the wall time of the next retry in microseconds. Other groups cost nothing.
         self.retries = DueHeap[Group](attrgetter("expected"))
-        #: Attached consumers by session number.
         self.sessions: dict[int, AttachedConsumer] = {}
         disk.make_directory(CONSUME_DIRECTORY)
         self.checkpoints = checkpoints = Checkpoints(disk)
@@ -192,6 +193,8 @@ class Broker:
         if turn.syncs:
             turn.refuse_when_busy()
         frame.validate()
+        if frame.column_bits & _PRIORITY_BIT:
+            refuse_on_strict(partition.main or self.subjects.get(partition.row.name, partition))
         if frame.flags & FLAG_FORWARDED:
             self.forwards.check(partition, frame, answered=reply is not None)
         elif frame.column_bits & _NOT_SENT_BITS:

@@ -53,7 +53,8 @@ def group_view(group: Group, *, counted: bool = False) -> GroupInfo:
     else:
         assert isinstance(group, SharedGroup)
         held_by = {holder: ranges.count for holder, ranges in group.cursor.held.items()}
-        returned, lag = group.cursor.returned.count, max(partition.visible - group.cursor.next, 0)
+        cursor = group.cursor
+        returned, lag = cursor.returned.count, max(partition.visible - cursor.next, 0) + cursor.passed.count
         shown = [ConsumerInfo(c.client, c.connected, held_by.get(c.id, 0)) for c in consumers]
         online, exact = sum(consumer.online for consumer in consumers), True
         holding = parked = 0
@@ -87,4 +88,5 @@ def group_view(group: Group, *, counted: bool = False) -> GroupInfo:
         definition.filter_version,
         group.paused or None,
         None if group.rate is None else group.rate.rate,
+        definition.fair_by,
     )

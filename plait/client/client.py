@@ -28,7 +28,7 @@ from plait.client.net.router import Router
 from plait.client.read.message_search import MessageSearch
 from plait.client.read.reader import Reader
 from plait.client.requests.requesting import DEFAULT_REPLY_SUBJECT, Requesting
-from plait.client.send.encoding import Delay, Delays, DeliverAts, due_of, dues_of
+from plait.client.send.encoding import Delay, Delays, DeliverAts, due_of, dues_of, priority_of
 from plait.client.send.producer import Producer
 from plait.client.send.rescheduling import Rescheduling
 from plait.client.send.send_many import Headers, Tags, send_many
@@ -233,12 +233,14 @@ class Client(MessageSearch, Transactional, Rescheduling, Requesting):
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
         to_group: str | None = None,
+        priority: int = 0,
         oneway: bool = False,
     ) -> Receipt:
         """Store a message and wait for its receipt. ``oneway`` sends once and waits for nothing.
 
         With ``delay`` (10 ms to 2 years) or ``deliver_at`` the message is delivered when it is due, never earlier.
-        Until then its receipt can cancel it. With ``to_group`` only that group gets the message.
+        Until then its receipt can cancel it. With ``to_group`` only that group gets the message. Messages with a higher
+        ``priority`` (0 to 9) are delivered first; a strict subject refuses it.
         """
         producer = self._producer
         if producer.closed is not None or not self._opened:
@@ -257,9 +259,12 @@ class Client(MessageSearch, Transactional, Rescheduling, Requesting):
         senders = self._senders
         known = senders.plain if due is None else senders.delayed
         sender = known.get(subject) or senders.sender(subject, delayed=due is not None)
+        if priority:
+            priority = priority_of(priority)
+            sender.refuse_priorities()
         if oneway:
-            return await sender.send_oneway(body, key, tags, headers, to_group)
-        batch, row = (sender.rows or sender.choose(key)).send(body, key, tags, headers, due, to_group)
+            return await sender.send_oneway(body, key, tags, headers, to_group, priority)
+        batch, row = (sender.rows or sender.choose(key)).send(body, key, tags, headers, due, to_group, priority)
         if not batch.settled:
             future = producer.loop.create_future()
             batch.waiters.append(future)
@@ -277,19 +282,23 @@ class Client(MessageSearch, Transactional, Rescheduling, Requesting):
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
         to_group: str | None = None,
+        priority: int = 0,
     ) -> Ticket:
         """Buffer a message and return at once. ``await ticket`` gives the receipt. Raises ``BufferFull``."""
         producer = self._producer
         if producer.buffered >= producer.buffer_bytes or producer.closed is not None or not self._opened:
             self._check_open()
             producer.refuse_when_full()
-        senders = self._senders
+        senders, due = self._senders, None
         if delay is None and deliver_at is None:
             sender = senders.plain.get(subject) or senders.sender(subject)
-            return (sender.rows or sender.choose(key)).post(body, key, tags, headers, None, to_group)
-        due = due_of(delay, deliver_at, producer.next_now())
-        sender = senders.delayed.get(subject) or senders.sender(subject, delayed=True)
-        return (sender.rows or sender.choose(key)).post(body, key, tags, headers, due, to_group)
+        else:
+            due = due_of(delay, deliver_at, producer.next_now())
+            sender = senders.delayed.get(subject) or senders.sender(subject, delayed=True)
+        if priority:
+            priority = priority_of(priority)
+            sender.refuse_priorities()
+        return (sender.rows or sender.choose(key)).post(body, key, tags, headers, due, to_group, priority)
 
     async def send_many(
         self,
@@ -302,18 +311,19 @@ class Client(MessageSearch, Transactional, Rescheduling, Requesting):
         delay: Delays | None = None,
         deliver_at: DeliverAts | None = None,
         to_group: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> Receipts:
         """Store many messages, in order, and wait for all receipts. Bodies may be an Arrow array.
 
         Messages that fill several frames are sent frame by frame, so a concurrent send may be stored between them.
         ``tags`` and ``headers`` apply to every message, or are lists with one entry for each message. ``delay``,
-        ``deliver_at`` and ``to_group`` are one value for all messages, or one for each.
+        ``deliver_at``, ``to_group`` and ``priority`` are one value for all messages, or one for each.
         """
         self._check_open()
         when = None
         if delay is not None or deliver_at is not None:
             when = functools.partial(dues_of, delay, deliver_at, self._producer.next_now())
-        return await send_many(self._senders, subject, bodies, keys, when, tags, headers, to_group)
+        return await send_many(self._senders, subject, bodies, keys, when, tags, headers, to_group, priority)
 
     async def flush(self) -> None:
         """Wait until everything posted is stored; raises the first error since the last flush."""
@@ -337,6 +347,7 @@ class Client(MessageSearch, Transactional, Rescheduling, Requesting):
         handling: Duration | None = None,
         tags: TagFilter | str | Iterable[str] | None = None,
         where: str | None = None,
+        fair_by: str | None = None,
     ) -> Consumer:
         """A member of a group, for ``async with``. With ``broadcast=True`` or ``group=None`` it gets every message.
 
@@ -350,9 +361,11 @@ class Client(MessageSearch, Transactional, Rescheduling, Requesting):
         messages that it holds to other members.
         ``tags`` and ``where`` are the filter of the group, as for ``reader``: messages that it leaves out count as
         consumed. A member without ``retry`` or a filter uses those of the group.
+        ``fair_by``, "key" or the name of a header, says what identifies a tenant: every tenant that has messages gets
+        the same share of the deliveries. It is the same for all members.
         """
         basics = (subject, group, broadcast, delivery, start, prefetch, retry, ordered, affinity, handling)
-        return self._consumer(ConsumerArguments(*basics, filter_terms(where, tags)))
+        return self._consumer(ConsumerArguments(*basics, filter_terms(where, tags), fair_by))
 
     def _consumer(self, arguments: ConsumerArguments, *, any_thread: bool = False) -> Consumer:
         """``consumer``, whose messages may be acked from ``any_thread``."""

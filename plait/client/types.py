@@ -12,6 +12,7 @@ from plait.client.arguments import Duration, to_datetime
 from plait.client.consume.failure import failed_of, rejected_of
 from plait.errors import InvalidArgument
 from plait.frame.columns import Column
+from plait.frame.view import FrameView
 from plait.model.reason import Reason
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ else:
 HeaderValue = str | int | float | bool
 #: Why a message failed: what users may pass as a reason.
 Why = BaseException | str | Reason
+
+
+def priority_of(frame: FrameView, row: int) -> int:
+    """The priority of a row."""
+    return int(frame.fixed(Column.PRIORITY)[row]) if frame.has(Column.PRIORITY) else 0
 
 
 class MessageId(NamedTuple):
@@ -163,6 +169,11 @@ class Message(msgspec.Struct, gc=False):
         due = self._delivered.time(Column.DELIVER_AT, self._row)
         # A message of a transaction that was not delayed has the due time 0.
         return due if due is not None and due.timestamp() else None
+
+    @property
+    def priority(self) -> int:
+        """0 to 9: messages with a higher priority are delivered first."""
+        return priority_of(self._delivered.frame, self._row)
 
     @property
     def attempt(self) -> int:

@@ -12,6 +12,7 @@ from plait.doctor.findings import CheckReport
 from plait.frame.view import FrameView
 from plait.storage.disk import RealDisk
 from plait.storage.logs.consume_log import DIRECTORY, RECORD, ConsumeLog, Record
+from plait.storage.logs.frame_traits import traits_of
 from plait.storage.logs.recovery import Damage
 
 PART = "consume log"
@@ -41,7 +42,7 @@ class RecordWalk:
         self.path = path
         self._records = records
         self._next = start
-        self._block: list[tuple[int, int, int, int, int]] = []
+        self._block: list[tuple[int, int, int, int, int, int]] = []
         self._at = 0
         self.problem = Problem()
         #: Records without a frame: the frame is lost, or the record is wrong.
@@ -125,7 +126,7 @@ class ConsumeCheck:
             cursor.problem.add(f"has no record of sequence {frame.base}")
             return
         cursor.take()
-        if record != (frame.base, offset, frame.store_time, frame.size, frame.count):
+        if record != (frame.base, offset, frame.store_time, frame.size, frame.count, traits_of(frame)):
             cursor.problem.add(f"the record of sequence {frame.base} differs from the frame")
 
     def finish(self, damages: list[Damage]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import itemgetter
 from struct import Struct
 from typing import Any, Final, TypeAlias
 
@@ -196,6 +197,10 @@ def _join(rows: Sequence[bytes] | Sequence[str]) -> tuple[Buffer, Buffer] | None
     return (_OFFSETS[len(rows)].pack(*ends), data) if len(data) == ends[-1] else None
 
 
+#: The variable columns of a frame that ``build_frame`` builds.
+_VARIABLE = (Column.KEY, Column.BODY, Column.TO_GROUP, Column.TAGS, Column.HEADERS)
+
+
 def build_frame(
     bodies: Rows,
     *,
@@ -209,6 +214,7 @@ def build_frame(
     groups: Rows | None = None,
     tags: Rows | None = None,
     headers: Rows | None = None,
+    priority: int | npt.NDArray[np.uint8] | None = None,
     flags: int = 0,
     compression: str | None = None,
     note: bytes = b"",
@@ -216,7 +222,8 @@ def build_frame(
     """A frame of the rows, with the client's checksum and without a stamp.
 
     ``keys``, ``groups``, ``tags`` and ``headers`` are encoded (a row without one is empty). ``send_time`` and
-    ``deliver_at`` are one time for all rows, or one per row. ``note`` is the producer group of half messages.
+    ``deliver_at`` are one time for all rows, or one per row; so is ``priority``. ``note`` is the producer group of half
+    messages.
     """
     count = len(bodies)
     if not 0 < count <= FRAME_COUNT_MAX:
@@ -229,13 +236,7 @@ def build_frame(
         columns.append(_times(send_time, count, Column.SEND_TIME))
     if deliver_at is not None:
         columns.append(_times(deliver_at, count, Column.DELIVER_AT))
-    for column, rows in (
-        (Column.KEY, keys),
-        (Column.BODY, bodies),
-        (Column.TO_GROUP, groups),
-        (Column.TAGS, tags),
-        (Column.HEADERS, headers),
-    ):
+    for column, rows in zip(_VARIABLE, (keys, bodies, groups, tags, headers), strict=True):
         if rows is None:
             continue
         if len(rows) != count:
@@ -248,6 +249,9 @@ def build_frame(
             columns.append(_variable(column, offsets, data, codec))
         else:
             columns.append((column, Codec.RAW, [offsets, data]))
+    if priority is not None:
+        columns.append(_priorities(priority, count))
+        columns.sort(key=itemgetter(0))
     if note:
         columns.append((Column.NOTE, Codec.RAW, [note]))
     frame = assemble(columns, count=count, producer=producer, first=first, previous=previous, flags=flags)
@@ -349,6 +353,13 @@ def _times(times: int | npt.NDArray[np.int64], count: int, column: Column) -> En
     if not 0 <= times <= TIME_MAX:
         raise InvalidArgument(f"{label(column)} {times} is not a date: use microseconds since 1970")
     return column, Codec.CONST, [times.to_bytes(8, "little")]
+
+
+def _priorities(priority: int | npt.NDArray[np.uint8], count: int) -> Encoded:
+    """A column with one priority for all rows, or one per row."""
+    if isinstance(priority, int):
+        return Column.PRIORITY, Codec.CONST, [bytes((priority,))]
+    return Column.PRIORITY, Codec.RAW, [_fixed(priority, count, Column.PRIORITY)]
 
 
 def _fixed(values: npt.NDArray[Any], count: int, column: int) -> memoryview:

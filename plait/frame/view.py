@@ -69,7 +69,7 @@ from plait.frame.run_tables import (
     select_rows,
     wrap_binary,
 )
-from plait.limits import FRAME_COUNT_MAX, FRAME_SIZE_MAX
+from plait.limits import FRAME_COUNT_MAX, FRAME_SIZE_MAX, PRIORITY_MAX
 
 _unpack_header = HEADER.unpack_from
 _REFUSED_COLUMNS = MANDATORY_BITS & ~KNOWN_BITS
@@ -224,7 +224,9 @@ class FrameView(FrameHeader):
                 # Any 64 bits are a hash.
                 continue
             elif number in FIXED_TYPES:
-                self.values(number)
+                values = self.values(number)
+                if number == Column.PRIORITY and int(values.max()) > PRIORITY_MAX:
+                    raise FrameError(f"priority {values.max()} is over {PRIORITY_MAX}")
         return self
 
     # --- columns --------------------------------------------------------------------------------

@@ -12,6 +12,9 @@ from plait.limits import AGE_SECONDS_MAX, LIMITED_GROUPS_MAX, PAUSED_GROUPS_MAX,
 from plait.model import names
 from plait.model.rate import Rate
 
+#: Characters of the name of a header that identifies a tenant: it is stored with the settings of a group.
+FAIR_BY_LENGTH_MAX = 256
+
 
 class ShareMode(StrEnum):
     """The share mode of a consumer and its group."""
@@ -57,6 +60,23 @@ class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise InvalidArgument(
                     f"{name} is {value!r}; use a number above 0 and up to {most:g}, or None for the default"
                 )
+
+
+def check_fair_by(fair_by: str) -> str:
+    """Refuse what cannot identify a tenant: it is "key", or the name of a header."""
+    if not isinstance(fair_by, str) or not 0 < len(fair_by) <= FAIR_BY_LENGTH_MAX:
+        raise InvalidArgument(
+            f"fair_by is {fair_by!r:.200}; use 'key', or the name of a header of 1 to {FAIR_BY_LENGTH_MAX} characters"
+        )
+    return fair_by
+
+
+def priority_refused(subject: str) -> InvalidArgument:
+    """The error for a message with a priority on a strict subject."""
+    return InvalidArgument(
+        f"subject {subject!r} is strict: its messages are handled in their order, so they have no priority; leave "
+        "priority out, or use a subject with order='best_tried'"
+    )
 
 
 def with_pause(settings: SubjectSettings, group: str, now: int) -> SubjectSettings:

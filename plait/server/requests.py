@@ -26,6 +26,7 @@ from plait.limits import (
 from plait.model import names
 from plait.model.reason import Reason
 from plait.model.retry_policy import ATTEMPTS_MAX, WAIT_SECONDS_MAX
+from plait.model.settings import check_fair_by
 from plait.server.broker_host import BrokerHost
 from plait.server.cluster.cluster_role import ClusterRole
 from plait.server.connection import ENDED, Connection
@@ -175,6 +176,7 @@ class Handlers:
             token=attach.token,
             began=attach.began,
             wanted=GroupFilter(attach.filter, attach.states_filter, attach.filter_version),
+            fair_by=None if attach.fair_by is None else check_fair_by(attach.fair_by),
         )
         connection.begin_session(consumer)
         connection.answer(correlation, self._attached(consumer, attach))
@@ -195,6 +197,7 @@ class Handlers:
             retry.attempts or 0,
             group.definition.filter,
             group.definition.filter_version,
+            partition.ranked or group.definition.fair_by is not None,
         )
 
     def _consumer(self, connection: Connection, session: int) -> AttachedConsumer:

@@ -69,6 +69,7 @@ class Cursor:
         "next",
         "owner",
         "parked",
+        "passed",
         "returned",
         "slot",
         "untrimmed_until",
@@ -87,16 +88,16 @@ class Cursor:
         self.without: set[int] | frozenset[int] = NO_KEYS
         #: Every row below this sequence was delivered at least once, or skipped.
         self.next = start
-        #: Holder → the ranges that it holds. In a shared group the holder is a consumer; in an ordered group it is the
-        #: tag of a delivery to the owner.
+        #: Holder → the ranges that it holds: a consumer; in an ordered group the tag of a delivery to the owner.
         self.held: dict[int, Ranges] = {}
         #: The individual rows in ``held``; None: they were not looked up.
         self.held_rows: HeldRows | None = None
-        #: Below this sequence, ``held`` may have parts that contain no row of the cursor. No ack will ever remove these
-        #: parts, so they have to be trimmed. 0: there are none.
+        #: Below this sequence, ``held`` may have parts without a row of the cursor, which no ack removes. 0: none.
         self.untrimmed_until = 0
         #: Rows that are neither acked nor held. They are delivered again before new rows.
         self.returned = Ranges()
+        #: Of a ``SharedCursor``: rows below ``next`` that no consumer has begun. None: they are in ``returned``.
+        self.passed: Ranges | None = None
         #: Rows that are neither acked nor held, and wait for the due time of their retry.
         self.waiting = DueRanges()
         #: The consumer that has the locks of the LPs; 0: none.
@@ -178,14 +179,15 @@ class Cursor:
     def settled(self, start: int, end: int, holder: int | None = None) -> None:
         """Remove [start, end), which is done, dead or delivered, from all ranges, and move ``next`` past it.
 
-        Rows that ``next`` jumps over become returned rows: their delivery was not recorded. A late ack cancels a
-        waiting retry (R11).
+        Rows that ``next`` jumps over become passed or returned rows. A late ack cancels a waiting retry (R11).
         """
         new = max(end - max(start, self.next), 0)
         if new:
             if start > self.next:
-                self.returned.add(self.next, start, 0)
+                (self.returned if self.passed is None else self.passed).add(self.next, start, 0)
             self.next = end
+        if self.passed is not None and self.passed.length and new < end - start:
+            self.passed.remove(start, end)
         pieces = self.returned.remove(start, end) if self.returned.length else []
         held = self.held.get(holder) if holder is not None else None
         if held is not None:
@@ -208,7 +210,7 @@ class Cursor:
         if due:
             self.waiting.add(start, end, attempt, due)
         else:
-            self.returned.add(start, end, attempt)
+            (self.returned if attempt or self.passed is None else self.passed).add(start, end, attempt)
 
     def skipped(self, start: int, end: int) -> tuple[list[Range], int]:
         """Skip [start, end). Returns the ranges that were returned or waiting, and how many sequences were not done."""
@@ -224,9 +226,7 @@ class Cursor:
         """True if there are rows to deliver again. They are in ``returned`` then."""
         if not self.returned.length and self.waiting.length:
             # One due time at a time, because merging the ranges of many due times would take long.
-            due = self.waiting.pop_released()
-            if due is not None:
-                self.returned = due
+            self.returned = self.waiting.pop_released() or self.returned
         return self.returned.length > 0
 
     def return_due(self, now: int) -> bool:

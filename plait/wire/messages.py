@@ -134,6 +134,7 @@ class AttachRequest(PacketHead, frozen=True):
       version, the group gets all its messages and the broker ignores ``start``.
     - ``filter``: the filter that the member asks for, or (``states_filter`` is False) the newest one that it knows.
       ``filter_version``: the version of the newest filter that it knows. A group with an older one adopts ``filter``.
+    - ``fair_by``: what identifies a tenant of the group, "key" or the name of a header; None: it is not fair.
     """
 
     KIND: ClassVar[int] = 20
@@ -152,10 +153,11 @@ class AttachRequest(PacketHead, frozen=True):
     filter: FilterTerms | None = None
     states_filter: bool = False
     filter_version: int = 0
+    fair_by: str | None = None
 
 
 class AttachReply(PacketHead, frozen=True):
-    """The session of the consumer. Every later request of the consumer names it."""
+    """The session of the consumer, which its later requests name. ``ranked``: rows may overtake others."""
 
     KIND: ClassVar[int] = 21
     session: int
@@ -168,6 +170,7 @@ class AttachReply(PacketHead, frozen=True):
     attempts: int = 0
     filter: FilterTerms | None = None
     filter_version: int = 0
+    ranked: bool = False
 
 
 class PullRequest(PacketHead, frozen=True):

@@ -289,7 +289,8 @@ class SharedModel:
 
 def passed_by(cursor: Cursor, sequence: int) -> bool:
     """Whether a row of the cursor is neither to be delivered nor begun."""
-    return sequence < cursor.next and not cursor.begun(sequence, sequence + 1)
+    known = cursor.begun(sequence, sequence + 1) or (cursor.passed and cursor.passed.overlap(sequence, sequence + 1))
+    return sequence < cursor.next and not known
 
 
 @contextmanager

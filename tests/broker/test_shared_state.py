@@ -66,7 +66,8 @@ class SharedStateMachine(RuleBasedStateMachine):
     def pull_returned(self, consumer: int) -> None:
         if not self.returned:
             return
-        start, end, attempt = self.state.cursor.returned.head()
+        cursor = self.state.cursor
+        start, end, attempt = (cursor.returned or cursor.passed).head()
         assert set(range(start, end)) <= self.returned.keys()
         self.state.event(Action.PULL, consumer, start, end, attempt + 1)
         for sequence in range(start, end):
@@ -162,24 +163,29 @@ class SharedStateMachine(RuleBasedStateMachine):
     def look(self) -> None:
         """Due ranges are returned one due time at a time, the next one when the last was delivered."""
         due = [at for at, _ in self.waiting.values() if at <= self.now]
-        if not self.returned and due:
+        if not any(self.returned.values()) and due:
             for sequence, (at, attempt) in list(self.waiting.items()):
                 if at == min(due):
                     del self.waiting[sequence]
                     self.returned[sequence] = attempt
-        assert self.state.cursor.ready == bool(self.returned)
+        assert self.state.cursor.ready == any(self.returned.values())
+
+    @property
+    def begun(self) -> list[int]:
+        """Returned rows that had an attempt."""
+        return [sequence for sequence, attempt in self.returned.items() if attempt]
 
     @rule(consumer=CONSUMERS, end=SEQUENCES, count=SIZES)
     def pull_separate_ranges(self, consumer: int, end: int, count: int) -> None:
         heads = self.state.cursor.returned.heads(end, count)
         assert len(heads) <= count
         if not heads:
-            assert not self.returned or min(self.returned) >= end
+            assert not self.begun or min(self.begun) >= end
             return
         for start, stop, attempt in heads:
             self.state.event(Action.PULL, consumer, start, stop, attempt + 1)
             for sequence in range(start, stop):
-                assert sequence == min(self.returned)
+                assert sequence == min(self.begun)
                 assert sequence < end
                 assert self.returned.pop(sequence) == attempt
                 self.held[sequence] = (consumer, attempt + 1)
@@ -262,7 +268,8 @@ class SharedStateMachine(RuleBasedStateMachine):
     @invariant()
     def they_agree(self) -> None:
         assert self.state.cursor.next == self.next
-        assert {s: r.attempt for r in self.state.cursor.returned for s in range(r.start, r.end)} == self.returned
+        returned, passed = self.state.cursor.returned, self.state.cursor.passed
+        assert {s: r.attempt for r in (*returned, *passed) for s in range(r.start, r.end)} == self.returned
         held = {
             s: (consumer, r.attempt)
             for consumer, ranges in self.state.cursor.held.items()

@@ -21,6 +21,7 @@ from tests.broker import ordered_world
 from tests.broker.rate_model import RateModel
 from tests.broker.test_filter_model import FilteredWorld, SharedModel, limited_examinations
 from tests.broker.test_lost_files import LIVES, check_all, overwrite, remove_files
+from tests.broker.test_priority_model import PriorityModel
 from tests.broker.test_query_model import run_queries
 from tests.broker.test_schedule_model import Scheduling
 from tests.broker.test_transaction_model import MODES
@@ -159,6 +160,10 @@ def _filter_model(seed: int) -> None:
         FilteredWorld(seed, "sync" if seed % 2 else "async").run(250, cpu_seconds=9.0)
 
 
+def _priority_model(seed: int) -> None:
+    PriorityModel(seed).run(80)
+
+
 WORLDS = Generator("worlds", _world, 60)
 ORDERED_CLUSTER = Generator("ordered cluster", _ordered_cluster, 30)
 SHARED_CLUSTER = Generator("shared cluster", _shared_cluster, 16)
@@ -166,6 +171,7 @@ SINK_CLUSTER = Generator("sink cluster", _sink_cluster, 20)
 CRASH_POINTS = Generator("crash explorer", _crash_points, 16)
 ORDERED_MODEL = Generator("model of ordered groups", _ordered_model, 80)
 FILTER_MODEL = Generator("models of filters", _filter_model, 40)
+PRIORITY_MODEL = Generator("model of priorities", _priority_model, 60)
 QUERY_MODEL = Generator("model of queries", _query_model, 60)
 FIRING_MODEL = Generator("model of recurring messages", _firing_model, 60)
 RATE_MODEL = Generator("model of rates", _rate_model, 40)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.broker import filter_defects, rate_defects
+from tests.broker import filter_defects, priority_defects, rate_defects
 from tests.broker import test_lost_files as lost_files
 from tests.meta import firing_defects
 from tests.outbox import relay_defects
@@ -74,6 +74,11 @@ PLANTS: list[Plant] = [
     Plant(rate_defects.begin_with_a_second_of_tokens, generators.RATE_MODEL, (0, 1)),
     Plant(rate_defects.leave_limited_pulls_suspended, generators.RATE_MODEL, (0, 1)),
     Plant(filter_defects.forget_addresses_at_a_restart, generators.FILTER_MODEL, (3,)),
+    # Priorities and fairness.
+    Plant(priority_defects.serve_the_highest_priority_only, generators.PRIORITY_MODEL, (6, 26)),
+    Plant(priority_defects.forget_passed_rows_at_a_checkpoint, generators.PRIORITY_MODEL, (11, 19)),
+    Plant(priority_defects.forget_rows_that_were_returned, generators.PRIORITY_MODEL, (2, 3)),
+    Plant(priority_defects.put_back_nothing, generators.PRIORITY_MODEL, (0, 1)),
     # Storage.
     Plant(broker_defects.trust_the_page_cache, generators.CRASH_POINTS),
     Plant(broker_defects.define_partitions_once, generators.CRASH_POINTS),

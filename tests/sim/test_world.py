@@ -54,6 +54,8 @@ def test_a_hundred_plans_have_every_feature_and_every_fault():
     for part in (
         lambda plan: plan.calm,
         lambda plan: plan.delays,
+        lambda plan: plan.priorities,
+        lambda plan: any(group.fair_by is not None for group in plan.groups),
         lambda plan: plan.cancels > 0,
         lambda plan: plan.fixed_ids,
         lambda plan: plan.deleted_at is not None,

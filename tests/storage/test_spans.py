@@ -13,7 +13,7 @@ def records(*frames: tuple[int, int, int], time: int = 0) -> Records:
     """Records of frames (base, count, size), stored one second apart."""
     found = np.zeros(len(frames), RECORD)
     for index, (base, count, size) in enumerate(frames):
-        found[index] = (base, index * 1000, time + index * 1_000_000, size, count)
+        found[index] = (base, index * 1000, time + index * 1_000_000, size, count, 0)
     return found
 
 

@@ -17,7 +17,7 @@ from plait.broker.partitions.partition import Partition
 from plait.limits import HANDED_RANGES_MAX, ServerLimits
 from plait.storage.logs.action_events import Acked, Event, Nacked
 from plait.storage.logs.action_log import GroupDefinition
-from plait.storage.ranges import Range, Ranges
+from plait.storage.ranges import Ranges
 
 
 class AtMostOnceGroup(SharedGroup):
@@ -69,7 +69,9 @@ class AtMostOnceGroup(SharedGroup):
     def _untaken(self, start: int, end: int, attempt: int) -> None:
         """Return [start, end), which was done on delivery, because its consumer never began to handle it."""
         # After a rewind to an earlier sequence, ``next`` will reach the rest anyway.
-        self.cursor.returned.add(start, min(end, self.cursor.next), attempt)
+        self.cursor.given_back(start, min(end, self.cursor.next), attempt)
+        if self.ranked is not None:
+            self.ranked.returned(start, end)
 
     def rewind(self, sequence: int, *, skipping: bool) -> None:
         self.delivered.clear()
@@ -85,10 +87,6 @@ class AtMostOnceGroup(SharedGroup):
         super().reclaim(consumer, holds, now)
         if delivered is not None:
             self.delivered[consumer.id] = delivered
-
-    def begun(self, start: int, end: int) -> list[Range]:
-        """Returned rows were never started, so retention copies none of them to the retained log."""
-        return []
 
     def replay(self, event: Event, time: int) -> None:
         if isinstance(event, Nacked):

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import msgspec
+
 from plait.broker.broker import Broker
 from plait.broker.groups import rewinding
 from plait.broker.groups.group import AFTER_CLIENT, AttachedConsumer, Group, proof_of
@@ -18,6 +20,7 @@ from plait.broker.groups.group_settings import (
     GroupFilter,
     change_retry,
     group_for,
+    set_fair_by,
     set_retry,
 )
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
@@ -29,6 +32,7 @@ from plait.model.retry_policy import Retry
 from plait.storage.logs.action_events import ForgotConsumer, ForgotGroup
 from plait.storage.logs.action_log import ConsumerDefinition, GroupDefinition
 from plait.wire.admin.rewinds import PartitionRewind
+from plait.wire.admin.subjects import SetGroup
 
 log = logging.getLogger("plait.broker")
 
@@ -79,6 +83,7 @@ class Attachments:
         token: int = 0,
         began: int = 0,
         wanted: GroupFilter = NO_FILTER,
+        fair_by: str | None = None,
     ) -> AttachedConsumer:
         """Attach ``client`` to the group, in a new session. Without a group name the group is a broadcast.
 
@@ -90,6 +95,7 @@ class Attachments:
         ``began``: the version of the route at which the group began. A partition that accepted its first rows later is
         read from its first row, whatever ``start`` is.
         ``wanted``: the filter that the member states, or the newest one that it knows.
+        ``fair_by``: what identifies a tenant of a fair group.
         """
         broker = self._broker
         broker.turn.refuse_when_stalled()
@@ -97,6 +103,7 @@ class Attachments:
         name, created = names.of_group(group_name, client), broker.clock.now()
         broadcast = group_name is None
         asked = GroupDefinition(0, partition.id, name, 0, broadcast, delivery, created, retry, ordered, affinity, began)
+        asked = asked if fair_by is None else msgspec.structs.replace(asked, fair_by=fair_by)
         group = group_for(broker, partition, asked, start, wanted)
         now = broker.clock.monotonic()
         consumer = self._consumer(group, client, token, now)
@@ -295,11 +302,13 @@ class Attachments:
         """Rewind a group without connected consumers (``rewinding.rewind``)."""
         return rewinding.rewind(self._broker, self._idle(subject, name), start, **settings)
 
-    def set_retry(self, subject: str, name: str, retry: Retry) -> Group:
-        """Change the retry policy of a group without connected consumers: all members must use the same policy."""
+    def set_group(self, subject: str, name: str, request: SetGroup) -> Group:
+        """Change settings of a group without connected consumers, as all members must have the same."""
         group = self._idle(subject, name)
-        if retry != group.retry:
-            set_retry(self._broker, group, retry)
+        if request.retry is not None and request.retry != group.retry:
+            set_retry(self._broker, group, request.retry)
+        if not isinstance(request.fair_by, msgspec.UnsetType):
+            set_fair_by(self._broker, group, request.fair_by)
         return group
 
     def delete(self, subject: str, name: str) -> None:

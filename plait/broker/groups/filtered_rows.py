@@ -40,7 +40,7 @@ def take_matching(
     """
     start, end = place
     examined = start
-    runs_left = _runs_left(group, consumer, delivery)
+    runs_left = ranges_left(group, consumer, delivery)
     for first, last, frame in group.partition.walk(group.journal.message_log, start, end):
         if not may_scan(group):
             _leave_out(group, start, examined)
@@ -123,8 +123,8 @@ def match_scattered(
     return parts, chosen
 
 
-def _runs_left(group: SharedGroup, consumer: AttachedConsumer, delivery: Delivery) -> int:
-    """How many separate ranges the consumer may get."""
+def ranges_left(group: SharedGroup, consumer: AttachedConsumer, delivery: Delivery) -> int:
+    """How many separate ranges a pull of the consumer may get."""
     held = group.cursor.held.get(consumer.id)
     room = group.limits.consumer_ranges - (0 if held is None else held.length)
     return max(min(RUNS_MAX - len(delivery.ranges), room), 1)

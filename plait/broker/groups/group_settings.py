@@ -10,12 +10,14 @@ import msgspec
 from plait.broker.broker import Broker
 from plait.broker.groups.group import AFTER_CLIENT, Group
 from plait.broker.groups.ordered.ordered_group import new_group
+from plait.broker.groups.shared_group import SharedGroup
 from plait.broker.partitions.partition import Partition
 from plait.errors import GroupMismatch, InvalidArgument, LimitExceeded
 from plait.filter.message_filter import compile_filter
 from plait.model import names
 from plait.model.filter_terms import FilterTerms
 from plait.model.retry_policy import Retry
+from plait.model.settings import check_fair_by
 from plait.storage.logs.action_log import GroupDefinition
 
 
@@ -69,6 +71,9 @@ def group_for(
     if (has.ordered, has.affinity) != (asked.ordered, asked.affinity):
         sharing, other = names.sharing(has.ordered, has.affinity), names.sharing(asked.ordered, asked.affinity)
         raise _mismatch(group, sharing, other, sharing, other)
+    if has.fair_by != asked.fair_by:
+        own, other = f"fair_by={has.fair_by!r}", f"fair_by={asked.fair_by!r}"
+        raise _mismatch(group, own, other, own, other)
     if wanted.version > has.filter_version or (has.broadcast and wanted.terms != has.filter):
         # The filter was changed while this partition could not be reached, or before the partition was added to the
         # route. The only member of a broadcast group may change its filter at any time.
@@ -100,6 +105,8 @@ def _create(broker: Broker, partition: Partition, asked: GroupDefinition, start:
             "an ordered group cannot be a broadcast group, nor have delivery='at_most_once'; name a group and use "
             "'at_least_once'"
         )
+    if asked.fair_by is not None and (asked.ordered or asked.broadcast):
+        raise _refused_fairness(asked.fair_by)
     if asked.affinity and not asked.ordered:
         raise InvalidArgument("an affinity group needs locks; attach with ordered=True")
     if len(broker.catalog.groups) >= broker.limits.groups:
@@ -140,6 +147,23 @@ def change_retry(broker: Broker, group: Group, client: str, retry: Retry) -> Non
 def set_retry(broker: Broker, group: Group, retry: Retry) -> None:
     """Change the retry policy."""
     group.redefine(msgspec.structs.replace(group.definition, retry=retry))
+    broker.turn.define(group.definition)
+    broker.turn.touch(group.partition)
+
+
+def _refused_fairness(fair_by: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"fair_by={fair_by!r} is for shared groups; ordered, affinity and broadcast groups have none"
+    )
+
+
+def set_fair_by(broker: Broker, group: Group, fair_by: str | None) -> None:
+    """Change what identifies a tenant; None: the group is not fair."""
+    if fair_by is not None:
+        check_fair_by(fair_by)
+        if not isinstance(group, SharedGroup) or group.definition.broadcast:
+            raise _refused_fairness(fair_by)
+    group.redefine(msgspec.structs.replace(group.definition, fair_by=fair_by))
     broker.turn.define(group.definition)
     broker.turn.touch(group.partition)
 

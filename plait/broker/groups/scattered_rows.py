@@ -1,4 +1,4 @@
-"""Delivers returned rows that are scattered in a frame, or that only the retained log has, as one piece."""
+"""Delivers rows that are scattered in a frame, or that only the retained log has, as one piece."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from plait.errors import FrameError
 from plait.frame.columns import Column
 from plait.frame.slicing import slice_mask
 from plait.storage.logs.retained_log import rows_of
-from plait.storage.ranges import Range
+from plait.storage.ranges import Range, Ranges
 
 if TYPE_CHECKING:
     from plait.broker.groups.shared_group import SharedGroup
 
-#: Returned ranges within one frame that one pull collects at most; they cost less than ranges of several frames.
+#: Ranges within one frame that one pull collects at most; they cost less than ranges of several frames.
 APART_MAX = 4_096
 
 
 def take_scattered(
-    group: SharedGroup, consumer: AttachedConsumer, count: int, size: int, delivery: Delivery
+    group: SharedGroup, consumer: AttachedConsumer, source: Ranges, count: int, size: int, delivery: Delivery
 ) -> bool | None:
-    """Deliver the returned rows in the frame of the first returned row.
+    """Deliver the rows of ``source`` in the frame of its first row.
 
     Returns None if the piece does not fit, False if the rows are not scattered or the frame cannot be read.
     """
-    frame, room = group.frame_of(group.cursor.returned.first), count - delivery.count
+    frame, room = group.frame_of(source.first), count - delivery.count
     if frame is None:
         return False
     heads: list[Range] = []
     rows = 0
     mask = np.zeros(frame.count, bool)
-    for start, end, attempt in group.cursor.returned.heads(frame.end, min(room, APART_MAX)):
+    for start, end, attempt in source.heads(frame.end, min(room, APART_MAX)):
         # All rows of a piece have the same attempt.
         if rows >= room or (heads and attempt != heads[0].attempt):
             break

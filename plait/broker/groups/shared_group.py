@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 
-from plait.broker.groups.filtered_rows import take_matching
+from plait.broker.groups.filtered_rows import ranges_left, take_matching
 from plait.broker.groups.group import (
     FAILURE,
     AttachedConsumer,
@@ -16,12 +16,13 @@ from plait.broker.groups.group import (
     NackOutcome,
 )
 from plait.broker.groups.limited_delivery import take_limited
+from plait.broker.groups.ranked_rows import RankedRows
 from plait.broker.groups.scattered_rows import take_scattered
 from plait.broker.partitions.partition import Delivery, Partition
 from plait.limits import ServerLimits
 from plait.model.reason import Reason
 from plait.model.retry_policy import LOST_ATTEMPTS_MIN
-from plait.storage.cursor import ALL, Cursor, CursorState
+from plait.storage.cursor import CursorState
 from plait.storage.logs.action_events import (
     Acked,
     Buried,
@@ -37,26 +38,116 @@ from plait.storage.logs.action_events import (
     WentOffline,
 )
 from plait.storage.logs.action_log import GroupDefinition
-from plait.storage.ranges import Range
+from plait.storage.ranges import Range, Ranges
+from plait.storage.shared_cursor import SharedCursor
 
-#: Pieces that one pull collects at most: bounds its work where returned ranges are scattered.
+#: Pieces that one pull collects at most: bounds its work where ranges are scattered.
 PIECES_MAX = 64
+
+
+def take(group: SharedGroup, consumer: AttachedConsumer, count: int, size: int) -> Delivery | None:
+    """Rows for a consumer: at most this count and size; None: there are none now."""
+    cursor, partition, log = group.cursor, group.partition, group.journal.message_log
+    returned, passed = cursor.returned, cursor.passed
+    if not (returned.length or passed.length or cursor.waiting.length or cursor.next < partition.visible):
+        return None
+    delivery = Delivery()
+    if partition.log_start != log.start:
+        partition.expire_deleted(log)
+    while len(delivery.ranges) < PIECES_MAX:
+        if delivery.count >= count or (delivery.count and delivery.weight >= size):
+            break
+        source: Ranges | None = None
+        start, end, attempt = cursor.next, partition.visible, 0
+        if cursor.returned.length or (cursor.waiting.length and cursor.ready):
+            source = cursor.returned
+        elif (start >= end and not passed.length) or group.at_limit(consumer):
+            break
+        elif partition.ranked or group.definition.fair_by is not None:
+            group.ranked = group.ranked or RankedRows(group, cursor)
+            source = group.ranked.next(count - delivery.count, ranges_left(group, consumer, delivery))
+            if source is None:
+                break
+        elif passed.length:
+            source = passed
+        if source is not None:
+            start, end, attempt = source.head()
+            if not group.once and (source.length > 1 or start in group.retained.offsets):
+                taken = take_scattered(group, consumer, source, count, size, delivery)
+                if taken:
+                    continue
+                if taken is None:
+                    break
+        if start < partition.start:
+            end = min(partition.start, max(end, start + 1))
+            # Retained rows are delivered when their turn comes.
+            group.skip(start, group.retained.elsewhere_after(start, end) if attempt else end)
+            continue
+        if start >= partition.visible or start >= end:
+            break
+        if group.wanted is not None and not attempt:
+            if take_matching(group, consumer, (start, end), count, size, delivery):
+                continue
+            break
+        if not _read(group, consumer, Range(start, end, attempt), count, size, delivery):
+            break
+    if group.ranked is not None:
+        group.ranked.settle()
+    return delivery if delivery.count else None
+
+
+def _read(
+    group: SharedGroup, consumer: AttachedConsumer, wanted: Range, count: int, size: int, delivery: Delivery
+) -> bool:
+    """Deliver the rows of a range. Returns False when the pull is to end."""
+    start, end, attempt = wanted
+    # The first frame is delivered whatever its size. An at-most-once group verifies rows at the first delivery.
+    some, again = not delivery.count, attempt > 0 or group.once
+    count, size = count - delivery.count, size - delivery.weight
+    batch = group.partition.read(group.journal.message_log, start, end, count, size, some=some, again=again)
+    if batch.full and not batch.count:
+        return False
+    if not batch.ranges:
+        # A gap left by damage, or unreadable rows.
+        group.skip(start, batch.end)
+        return True
+    if batch.ranges[0][0] > start:
+        group.skip(start, batch.ranges[0][0])
+    for first, last in batch.ranges:
+        group.record(consumer, first, last, attempt + 1)
+        delivery.ranges.append((first, last, attempt + 1))
+        if attempt:
+            group.redelivered_count += last - first
+    for first, last in batch.damaged:
+        group.skip(first, last)
+    delivery.parts.extend(batch.parts)
+    delivery.count += batch.count
+    delivery.size += batch.size
+    delivery.weight += batch.size + batch.inflated
+    # Another read would return one frame whatever its size.
+    return batch.end >= end
 
 
 class SharedGroup(Group):
     """A group with one cursor that all its consumers take rows from."""
 
-    __slots__ = ("cursor",)
+    __slots__ = ("cursor", "ranked")
 
     def __init__(
         self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
     ) -> None:
         super().__init__(definition, partition, limits, journal)
-        self.cursor = Cursor(0, ALL, definition.start)
+        self.cursor = SharedCursor(definition.start)
         self.positions = {0: self.cursor}
+        #: The new rows in the order of their priorities and tenants, once the group has looked ahead.
+        self.ranked: RankedRows | None = None
+
+    def redefine(self, definition: GroupDefinition) -> None:
+        super().redefine(definition)
+        self.ranked = None
 
     def load(self, cursors: list[CursorState]) -> None:
-        self.cursor = self.positions[0] = Cursor.load(cursors[0])
+        self.cursor.restore(cursors[0])
 
     def holds(self, consumer: int) -> bool:
         return consumer in self.cursor.held
@@ -64,74 +155,16 @@ class SharedGroup(Group):
     @property
     def has_more(self) -> bool:
         cursor = self.cursor
-        if cursor.next < self.partition.visible or cursor.returned.length:
+        if cursor.next < self.partition.visible or cursor.returned.length or cursor.passed.length:
             return True
         return cursor.waiting.length > 0 and cursor.ready
 
     # --- delivery -------------------------------------------------------------------------------
 
-    def take(self, consumer: AttachedConsumer, count: int, size: int) -> Delivery | None:
-        cursor, partition = self.cursor, self.partition
-        if not (cursor.returned.length or cursor.waiting.length or cursor.next < partition.visible):
-            return None
-        log, delivery = self.journal.message_log, Delivery()
-        if partition.log_start != log.start:
-            partition.expire_deleted(log)
-        while len(delivery.ranges) < PIECES_MAX:
-            if delivery.count >= count or (delivery.count and delivery.weight >= size):
-                break
-            if cursor.returned.length or (cursor.waiting.length and cursor.ready):
-                start, end, attempt = cursor.returned.head()
-                if not self.once and (cursor.returned.length > 1 or start in self.retained.offsets):
-                    taken = take_scattered(self, consumer, count, size, delivery)
-                    if taken:
-                        continue
-                    if taken is None:
-                        break
-            elif cursor.next < partition.visible and not self._at_limit(consumer):
-                start, end, attempt = cursor.next, partition.visible, 0
-            else:
-                break
-            if start < partition.start:
-                end = min(partition.start, max(end, start + 1))
-                # Retained rows are delivered when their turn comes.
-                self.skip(start, self.retained.elsewhere_after(start, end) if cursor.returned else end)
-                continue
-            if start >= partition.visible or start >= end:
-                break
-            if self.wanted is not None and not attempt:
-                if take_matching(self, consumer, (start, end), count, size, delivery):
-                    continue
-                break
-            # The first frame is delivered whatever its size. An at-most-once group verifies rows at the first delivery.
-            some, again = not delivery.count, attempt > 0 or self.once
-            room = size - delivery.weight
-            batch = partition.read(log, start, end, count - delivery.count, room, some=some, again=again)
-            if batch.full and not batch.count:
-                break
-            if not batch.ranges:
-                # A gap left by damage, or unreadable rows.
-                self.skip(start, batch.end)
-                continue
-            if batch.ranges[0][0] > start:
-                self.skip(start, batch.ranges[0][0])
-            for first, last in batch.ranges:
-                self.record(consumer, first, last, attempt + 1)
-                delivery.ranges.append((first, last, attempt + 1))
-                if attempt:
-                    self.redelivered_count += last - first
-            for first, last in batch.damaged:
-                self.skip(first, last)
-            delivery.parts.extend(batch.parts)
-            delivery.count += batch.count
-            delivery.size += batch.size
-            delivery.weight += batch.size + batch.inflated
-            if batch.end < end:
-                # Another read would return one frame whatever its size.
-                break
-        return delivery if delivery.count else None
+    take = take
 
-    def _at_limit(self, consumer: AttachedConsumer) -> bool:
+    def at_limit(self, consumer: AttachedConsumer) -> bool:
+        """Whether the consumer gets no new rows now."""
         limits, held = self.limits, self.cursor.held.get(consumer.id)
         return (
             (held is not None and held.length >= limits.consumer_ranges)
@@ -149,7 +182,7 @@ class SharedGroup(Group):
             if delivery is not None:
                 waiter.leave()
                 waiter.reply(delivery)
-            elif self._at_limit(waiter.consumer):
+            elif self.at_limit(waiter.consumer):
                 # This consumer is at its limit; there may be rows for others.
                 passed += 1
             else:
@@ -177,9 +210,9 @@ class SharedGroup(Group):
         cursor, journal = self.cursor, self.journal
         for first, last, epoch in ranges:
             # After a power loss, an ack of rows of an earlier epoch may be the only trace of their pull, so rows past
-            # ``next`` may be acked. Not while returned ranges are scattered: acks of rows that were never delivered
+            # ``next`` may be acked. Not while passed ranges are scattered: acks of rows that were never delivered
             # could use memory without limit.
-            scattered = cursor.returned.length >= self.limits.consumer_ranges
+            scattered = cursor.passed.length >= self.limits.consumer_ranges
             pulled_until = cursor.next if scattered or epoch == journal.epoch else self.partition.visible
             start, end = self.partition.clip_to_epoch(first, min(last, pulled_until), epoch)
             if start < end:
@@ -243,6 +276,7 @@ class SharedGroup(Group):
                 claimed.append((start, end))
         still_held = [piece for start, end in claimed for piece in cursor.held_in(consumer.id, start, end)]
         free = [piece for start, end in claimed for piece in cursor.returned.overlap(start, end)]
+        free += [piece for start, end in claimed for piece in cursor.passed.overlap(start, end)]
         new = [(max(start, cursor.next), end) for start, end in claimed if end > cursor.next]
         self.offline(consumer, now)
         for start, end, attempt in [*still_held, *free]:
@@ -258,9 +292,12 @@ class SharedGroup(Group):
         self._decide(Revived(0, start, end))
 
     def expire(self, lost: list[Range], start: int) -> None:
-        for first, last in [*((piece.start, piece.end) for piece in lost), (self.cursor.next, start)]:
-            if first < last:
-                self.skip(first, last)
+        self.ranked = None
+        for piece in lost:
+            self.skip(piece.start, piece.end)
+        # The other rows below ``start`` that are not done are retained: all of them were begun.
+        for first, last in self.cursor.new_below(start):
+            self.skip(first, last)
 
     def begun(self, start: int, end: int) -> list[Range]:
         return self.cursor.begun(start, end)
@@ -311,6 +348,7 @@ class SharedGroup(Group):
             self.forget(event.consumer, time)
         elif isinstance(event, Rewound):
             (self.cursor.reset if event.skipping else self.cursor.rewound)(event.sequence)
+            self.ranked = None
             self.failures.rewound(event.sequence, skipping=event.skipping)
         if not isinstance(event, RowEvent) or event.start >= event.end:
             return
@@ -327,6 +365,8 @@ class SharedGroup(Group):
                     cursor.given_back(first, last, attempt - event.uncounted, event.due)
                     if not event.uncounted:
                         failures.note(first, last, time)
+                    elif self.ranked is not None:
+                        self.ranked.returned(first, last)
             case Skipped():
                 lost, count = cursor.skipped(start, end)
                 self.lost_count += count

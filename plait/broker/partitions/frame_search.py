@@ -18,6 +18,7 @@ from plait.frame.header import PREFIX
 from plait.frame.view import FrameView
 from plait.model.logical_partitions import Hashes, Lps
 from plait.storage.logs.consume_log import Record
+from plait.storage.logs.frame_traits import traits_of
 from plait.storage.logs.log import Log
 from plait.storage.logs.recovery import LogPart, LogScan
 
@@ -155,7 +156,12 @@ def _right(partition: Partition, log: Log, index: int, record: Record) -> bool:
         return False
     except FrameError:
         return view[: len(PREFIX)] == PREFIX
-    return (frame.partition, frame.base, frame.size, frame.count) == (partition.id, record.base, *record[3:])
+    return (frame.partition, frame.base, frame.size, frame.count) == (
+        partition.id,
+        record.base,
+        record.size,
+        record.count,
+    )
 
 
 def _search_log(partition: Partition, log: Log, index: int, sequence: int) -> Record | None:
@@ -173,7 +179,7 @@ def _search_log(partition: Partition, log: Log, index: int, sequence: int) -> Re
     found = None
     for offset, frame in LogScan(LogPart(log, begin, end), begin, log.durable):
         if frame.partition == partition.id and frame.end > sequence:
-            found = Record(frame.base, offset, frame.store_time, frame.size, frame.count)
+            found = Record(frame.base, offset, frame.store_time, frame.size, frame.count, traits_of(frame))
             break
     if len(partition.searched) >= SEARCHED_MAX:
         partition.searched.clear()

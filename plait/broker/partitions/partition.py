@@ -16,7 +16,7 @@ from plait.broker.partitions.frame_search import KeyCache, KnownRows
 from plait.broker.partitions.settings import apply_settings, apply_to_group
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
-from plait.frame.columns import ADDRESSED_BIT, SELECTION_BIT
+from plait.frame.columns import SELECTION_BIT
 from plait.frame.header import TIME_MAX
 from plait.frame.slicing import slice_rows
 from plait.frame.view import FrameView
@@ -24,6 +24,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.model.logical_partitions import NO_KEY_HASH, Hashes, Lps, LpSet, keyed_lps, lp_set, lps_of
 from plait.storage.catalog import PartitionRow
 from plait.storage.logs.consume_log import ConsumeLog, Record
+from plait.storage.logs.frame_traits import ADDRESSED, RANKED
 from plait.storage.logs.log import Log
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from plait.broker.groups.waking import Waiter
 
 
-#: The checkpoint shards of a broker.
 SHARDS: Final = 256
 
 
@@ -121,6 +121,7 @@ class Partition:
         "newest",
         "next",
         "position",
+        "ranked",
         "readers",
         "row",
         "searched",
@@ -163,13 +164,13 @@ class Partition:
         self.log_start = 0
         #: (generation, index) of a consume log record that is wrong → the right one; None: its frame is not in the log.
         self.searched: dict[tuple[int, int], Record | None] = {}
-        #: The log positions of the checkpoint that it was loaded from. Recovery does not apply earlier frames again.
+        #: The log positions of the checkpoint that it was loaded from: recovery applies no earlier frames.
         self.position = BEGINNING
-        #: Bytes appended since the partition was created.
+        #: True if it ever had a row with a priority; and the bytes appended since it was created.
+        self.ranked = False
         self.size = 0
         #: (first sequence, data epoch) of each epoch that stored rows here, ascending.
         self.epochs: list[tuple[int, int]] = []
-        #: Which checkpoint shard it is in.
         self.shard = row.id % SHARDS
         self.redefined()
         self.keys = KeyCache(self.lps_of, known_rows)
@@ -222,15 +223,16 @@ class Partition:
         lps = keyed_lps(frame.key_hashes())
         return bool(accepts[lps].all() if len(lps) else accepts.any())
 
-    def appended(self, base: int, offset: int, time: int, size: int, count: int, epoch: int, columns: int) -> None:
-        """Note a frame of this partition, with these columns, that was appended to the message log."""
-        if columns & ADDRESSED_BIT and not self.addressed:
+    def appended(self, base: int, offset: int, time: int, size: int, count: int, epoch: int, traits: int = 0) -> None:
+        """Note a frame of this partition, with these traits, that was appended to the message log."""
+        if traits & ADDRESSED and not self.addressed:
             self.addressed = True
             for group in self._groups.values():
                 group.choose_rows()
+        self.ranked |= traits & RANKED > 0
         if not self.epochs or self.epochs[-1][1] != epoch:
             self.epochs.append((base, epoch))
-        self.consume_log.append(base, offset, time, size, count)
+        self.consume_log.append(base, offset, time, size, count, traits)
         self.next = base + count
         self.size += size
 
@@ -358,7 +360,7 @@ class Partition:
         return frame if (frame.partition, frame.base, frame.size, frame.count) == meant else None
 
     def expire_deleted(self, log: Log) -> None:
-        """Raise ``start`` past rows whose segment is deleted: the ``start`` of an older checkpoint may be too low."""
+        """Raise ``start`` past rows whose segment is deleted; that of a checkpoint may be older and too low."""
         if self.log_start == log.start:
             return
         self.log_start = log.start

@@ -11,6 +11,7 @@ import numpy as np
 
 from plait.broker.partition_rate import partition_rate
 from plait.limits import LOGICAL_PARTITIONS
+from plait.model.settings import priority_refused
 
 
 def apply_settings(partition: Any) -> None:
@@ -40,3 +41,9 @@ def share_of(partition: Any, group: Any = None) -> float:
     if group is not None and fences is not None and fences.any():
         accepts = accepts | (fences > group.floor)
     return max(int(np.count_nonzero(accepts)), 1) / LOGICAL_PARTITIONS
+
+
+def refuse_on_strict(partition: Any) -> None:
+    """Refuse rows with priorities if their partition, or the one that they are to enter, is of a strict subject."""
+    if partition.row.settings.order == "strict":
+        raise priority_refused(partition.row.subject)

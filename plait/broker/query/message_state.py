@@ -86,4 +86,6 @@ def state_of(broker: Broker, group: Group, sequence: int, row: RowKey | None) ->
         if again:
             return state("returned", attempt=again[0].attempt)
         return state("next", ahead=sequence - cursor.next)
+    if cursor.passed and cursor.passed.overlap(sequence, sequence + 1):
+        return state("next", ahead=0)
     return state("removed" if sequence < partition.start else "before" if sequence < definition.start else "done")

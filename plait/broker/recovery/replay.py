@@ -42,6 +42,7 @@ from plait.storage.logs.action_log import (
     GroupDefinition,
     read_definitions,
 )
+from plait.storage.logs.frame_traits import traits_of
 from plait.storage.logs.recovery import Damage
 from plait.storage.logs.retained_log import note_of
 from plait.storage.producers import ProducerTable
@@ -119,7 +120,7 @@ class MessageReplay:
             if frame.base < partition.next:
                 return
             base, time = frame.base, frame.store_time
-            partition.appended(base, offset, time, frame.size, frame.count, frame.epoch, frame.column_bits)
+            partition.appended(base, offset, time, frame.size, frame.count, frame.epoch, traits_of(frame))
             self._turn.touch(partition)
         # Producers, schedules and stages are in other shards, which were copied at other moments.
         replay_producers(partition, self._producers, offset, frame)

@@ -65,6 +65,8 @@ class PartitionState(msgspec.Struct, array_like=True):
     flushed: int
     groups: list[GroupState]
     addressed: bool = False
+    #: True if it ever had a row with a priority above 0.
+    ranked: bool = False
 
 
 class PartitionShard(msgspec.Struct, array_like=True):
@@ -98,6 +100,7 @@ def dump_partition(partition: Partition, generation: int, flushed: int) -> Parti
         flushed,
         [_dump_group(group) for group in partition.groups.values()],
         partition.addressed,
+        partition.ranked,
     )
 
 

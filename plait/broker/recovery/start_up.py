@@ -24,6 +24,7 @@ from plait.broker.turn import Turn
 from plait.storage.checkpoint import CheckpointManifest, Checkpoints
 from plait.storage.logs.action_log import presumed_retained
 from plait.storage.logs.consume_log import RECORD
+from plait.storage.logs.frame_traits import traits_of
 from plait.storage.logs.log import Log
 from plait.storage.logs.recovery import Damage, LogScan, missing_files, settle
 from plait.storage.logs.retained_log import is_header
@@ -154,7 +155,7 @@ class Recovery:
         for entry, position in sorted(found, key=lambda each: each[0].row.id):
             partition = self._catalog.make(entry.row)
             partition.start, partition.next, partition.size = entry.start, entry.next, entry.size
-            partition.epochs = entry.epochs
+            partition.epochs, partition.ranked = entry.epochs, entry.ranked
             partition.addressed = entry.addressed
             partition.position = position
             self._catalog.add(partition)
@@ -166,14 +167,15 @@ class Recovery:
     def _rebuild(self) -> None:
         """Read the whole message log once for the partitions whose consume log is lost."""
         wanted = {partition.id: partition for partition in self._rebuilt}
-        rows: dict[int, list[tuple[int, int, int, int, int]]] = {p: [] for p in wanted}
+        rows: dict[int, list[tuple[int, ...]]] = {p: [] for p in wanted}
         end = max(partition.position.message for partition in self._rebuilt)
         log = self._turn.message_log
         for offset, frame in LogScan(log, log.start, end):
             if offset >= end:
                 break
             if frame.partition in wanted and offset < wanted[frame.partition].position.message:
-                rows[frame.partition].append((frame.base, offset, frame.store_time, frame.size, frame.count))
+                fields = frame.base, offset, frame.store_time, frame.size, frame.count, traits_of(frame)
+                rows[frame.partition].append(fields)
         for number, partition in wanted.items():
             partition.consume_log.replace(np.array(rows[number], RECORD))
             self._turn.touch(partition)

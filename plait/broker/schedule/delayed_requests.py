@@ -20,6 +20,7 @@ from plait.frame.places import Int64s
 from plait.frame.run_tables import UInt64s
 from plait.frame.view import FrameView
 from plait.storage.logs.action_events import Cancelled
+from plait.storage.logs.frame_traits import traits_of
 from plait.storage.schedule.bucket import GRID, NEVER, Bucket, keys_at
 from plait.wire.admin.delayed import DelayedCount, DelayedPage, DelayedRow
 
@@ -54,10 +55,11 @@ def reschedule(broker: Broker, subject: str, number: int, due: int, to: int) -> 
     base, now = partition.next, broker.clock.now()
     frame.stamp_with(pack_stamp(partition.id, base, now, broker.message_log.durable, broker.turn.epoch))
     offset = broker.turn.append_own(frame)
-    partition.appended(base, offset, now, frame.size, 1, broker.turn.epoch, frame.tail_columns)
+    view = FrameView(frame.tobytes())
+    partition.appended(base, offset, now, frame.size, 1, broker.turn.epoch, traits_of(view))
     broker.turn.touch(partition)
     _settle(broker, schedule, number, due, place)
-    broker.schedules.upcoming.append(schedule, FrameView(frame.tobytes()), offset, base)
+    broker.schedules.upcoming.append(schedule, view, offset, base)
     return base
 
 

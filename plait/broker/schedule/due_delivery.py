@@ -25,6 +25,7 @@ from plait.frame.places import Int64s
 from plait.frame.view import FrameView
 from plait.model.retry_policy import WAIT_SECONDS_MAX
 from plait.storage.catalog import HALF, SCHEDULE
+from plait.storage.logs.frame_traits import TRAIT_COLUMNS, traits_of
 
 #: Rows that one turn delivers: the loop serves other requests too.
 DELIVER_MAX: Final = 8_192
@@ -227,7 +228,8 @@ class DueDelivery:
             base = target.next
             frame.stamp_with(pack_stamp(target.id, base, now, log.durable, turn.epoch))
             offset = log.append(frame.parts, frame.size)
-            target.appended(base, offset, now, frame.size, frame.count, turn.epoch, frame.tail_columns)
+            traits = traits_of(FrameView(frame.tobytes())) if frame.tail_columns & TRAIT_COLUMNS else 0
+            target.appended(base, offset, now, frame.size, frame.count, turn.epoch, traits)
             commit.partitions[target] = target.next
             turn.touch(target)
             kept[mine[start:stop]] = False

@@ -22,6 +22,7 @@ from plait.frame.header import HEADER_SIZE, STAMP_OFFSET
 from plait.frame.view import FrameView
 from plait.limits import KIB, MIB
 from plait.storage.logs.consume_log import stored_frame
+from plait.storage.logs.frame_traits import traits_of
 
 #: Bytes that one turn publishes or moves: the loop serves other requests too.
 PUBLISH_SIZE_MAX: Final = 8 * MIB
@@ -61,7 +62,7 @@ class HalfPublisher:
         base, now, buffer = partition.next, turn.clock.now(), frame.buffer
         stamp = pack_stamp(partition.id, base, now, log.durable, turn.epoch)
         offset = log.append([buffer[:STAMP_OFFSET], stamp, buffer[HEADER_SIZE:]], frame.size)
-        partition.appended(base, offset, now, frame.size, frame.count, turn.epoch, frame.column_bits)
+        partition.appended(base, offset, now, frame.size, frame.count, turn.epoch, traits_of(frame))
         turn.touch(partition)
         turn.mark()
         self.table.stored(transaction, partition.id, HalfFrame(frame.first, base, frame.count, frame.size))

@@ -165,18 +165,17 @@ def set_(
     rate: Annotated[
         str | None, described("Messages and bytes that it gets in a second at most, as in 500, 10MiB, both, or none.")
     ] = None,
+    fair_by: Annotated[str | None, described("What identifies a tenant: 'key' or a header; '' for none.")] = None,
     node: NodeOptions = NODE,
 ) -> None:
-    """Change the retry policy of a group without connected consumers, or the filter or the rate of a group.
+    """Change the retry policy or the fairness of a group without connected consumers, or its filter or rate.
 
     Omitted retry values stay unchanged. --where and --tag together replace the filter.
     """
     limit = None if rate is None else rate_of(rate, "--rate")
-    changed: dict[str, Any] = {}
+    changed: dict[str, Any] = {} if factor is None else {"factor": factor}
     if attempts is not None:
         changed["attempts"] = None if attempts == "unlimited" else whole_of(attempts, "--attempts")
-    if factor is not None:
-        changed["factor"] = factor
     for name, value in (("first", first), ("longest", longest), ("expires", expires)):
         if value is not None:
             changed[name] = duration_of(value)
@@ -185,10 +184,10 @@ def set_(
     filtered = where is not None or bool(tag)
     if filtered and no_filter:
         raise InvalidArgument("--no-filter removes the filter; leave --where and --tag out")
-    if not (changed or filtered or no_filter or limit is not None):
+    if not (changed or filtered or no_filter or fair_by is not None or limit is not None):
         raise InvalidArgument(
             "nothing to change; use --attempts, --first, --factor, --longest, --steps, --expires, --where, --tag, "
-            "--no-filter or --rate"
+            "--no-filter, --fair-by or --rate"
         )
 
     async def work(client: Client) -> GroupInfo:
@@ -196,6 +195,8 @@ def set_(
         found = await admin.group(subject, group)
         if changed:
             found = await admin.set_group(subject, group, retry=replace(found.retry, **changed))
+        if fair_by is not None:
+            found = await admin.set_group(subject, group, fair_by=fair_by or None)
         if filtered or no_filter:
             found = await admin.set_group_filter(subject, group, where=where, tags=tag)
         if limit is not None:
@@ -203,8 +204,11 @@ def set_(
             found = await admin.group(subject, group)
         return found
 
-    found = node.run(work)
-    facts = [("subject", subject), ("group", group), ("retry", f"failed messages wait {found.retry}")]
+    _print_settings(node, node.run(work))
+
+
+def _print_settings(node: NodeOptions, found: GroupInfo) -> None:
+    facts = [("subject", found.subject), ("group", found.group), ("retry", f"failed messages wait {found.retry}")]
     print_result(node.output, found, [*facts, *_filter_facts(found), *_rate_facts(found)])
 
 
@@ -213,7 +217,8 @@ def _rate_facts(group: GroupInfo) -> list[tuple[str, str]]:
 
 
 def _filter_facts(group: GroupInfo) -> list[tuple[str, str]]:
-    return [] if group.filter is None else [("filter", str(group.filter))]
+    filtered = [] if group.filter is None else [("filter", str(group.filter))]
+    return filtered if group.fair_by is None else [*filtered, ("fair by", group.fair_by)]
 
 
 @app.command

@@ -57,6 +57,7 @@ def send(
     deliver_at: Annotated[
         str | None, described("Deliver it at this time, such as 2025-01-31T12:00 (UTC unless it has an offset).")
     ] = None,
+    priority: Annotated[int, described("0 to 9: messages with a higher priority are delivered first.")] = 0,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
@@ -73,6 +74,7 @@ def send(
         "deliver_at": None if deliver_at is None else time_of(deliver_at),
         "headers": headers_of(header),
         "to_group": to_group,
+        "priority": priority,
     }
     sending = SendRun(subject, options, json=output == "json")
     if not from_stdin and file is None:

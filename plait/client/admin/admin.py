@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import EllipsisType
 from typing import Any, Final, Literal, get_args
 
 import msgspec
@@ -24,6 +25,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.model.filter_terms import TagFilter, filter_terms
 from plait.model.logical_partitions import NumberedRun
 from plait.model.retry_policy import Retry
+from plait.model.settings import check_fair_by
 from plait.wire.admin import cluster, subjects
 from plait.wire.admin.cluster import BrokerInfo, LostPartition, RouteDetails, State
 from plait.wire.admin.subjects import ConsumerInfo, GroupInfo, SubjectDetails, SubjectInfo
@@ -240,14 +242,18 @@ class Admin(DeadAdmin, ScheduleAdmin, RecurrenceAdmin, ParkedAdmin, RewindAdmin,
         [merged] = merged_groups([a for _, a in await self._each(places, subjects.DESCRIBE_GROUP, group=group)])
         return merged
 
-    async def set_group(self, subject: str, group: str, *, retry: Retry) -> GroupInfo:
-        """Change the retry policy of an idle group; ``GroupBusy`` while it has consumers.
+    async def set_group(
+        self, subject: str, group: str, *, retry: Retry | None = None, fair_by: str | EllipsisType | None = ...
+    ) -> GroupInfo:
+        """Change settings of an idle group; ``GroupBusy`` while it has consumers. What is left out stays.
 
-        The policy applies to members that name none. The first member that names one replaces it.
+        The retry policy applies to members that name none. The first member that names one replaces it. All members
+        must name the same ``fair_by`` as the group has then; None: the group is not fair.
         """
-        if not isinstance(retry, Retry):
+        if retry is not None and not isinstance(retry, Retry):
             raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
-        await self._each(await self._places(subject), subjects.SET_GROUP, group=group, retry=retry)
+        changed = {} if isinstance(fair_by, EllipsisType) else {"fair_by": fair_by and check_fair_by(fair_by)}
+        await self._each(await self._places(subject), subjects.SET_GROUP, group=group, retry=retry, **changed)
         return await self.group(subject, group)
 
     async def set_group_filter(

@@ -54,6 +54,7 @@ class Outgoing:
     delay: Delay | None = None
     deliver_at: datetime | None = None
     to_group: str | None = None
+    priority: int = 0
 
     async def send(self, client: Client) -> Receipt:
         """Send the message with its current values."""
@@ -66,6 +67,7 @@ class Outgoing:
             delay=self.delay,
             deliver_at=self.deliver_at,
             to_group=self.to_group,
+            priority=self.priority,
             oneway=self.oneway,
         )
 
@@ -134,6 +136,7 @@ class App:
         handling: Duration | None = None,
         tags: TagFilter | str | Iterable[str] | None = None,
         where: str | None = None,
+        fair_by: str | None = None,
         undecodable: Literal["reject", "retry"] = "reject",
         dedup: HandlerTransactions | None = None,
     ) -> Callable[[Function], Function]:
@@ -151,7 +154,7 @@ class App:
         """
         group = self._group_of(subject, group, broadcast)
         basics = (subject, group, broadcast, delivery, start, prefetch, retry, ordered, affinity, handling)
-        arguments = ConsumerArguments(*basics, filter_terms(where, tags))
+        arguments = ConsumerArguments(*basics, filter_terms(where, tags), fair_by)
         arguments.checked()
         for name, value in (("batch", batch), ("concurrency", concurrency), ("prefetch", prefetch)):
             _check_count(name, value)
@@ -252,6 +255,7 @@ class App:
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
         to_group: str | None = None,
+        priority: int = 0,
         oneway: bool = False,
     ) -> Receipt:
         """``client.send``, from hooks and ``async def`` handlers."""
@@ -266,10 +270,13 @@ class App:
                 delay=delay,
                 deliver_at=deliver_at,
                 to_group=to_group,
+                priority=priority,
                 oneway=oneway,
             )
         listed = [tags] if isinstance(tags, str) else list(tags or ())
-        outgoing = Outgoing(subject, body, key, listed, dict(headers or {}), oneway, delay, deliver_at, to_group)
+        outgoing = Outgoing(
+            subject, body, key, listed, dict(headers or {}), oneway, delay, deliver_at, to_group, priority
+        )
         proceed: Callable[[], Awaitable[Receipt]] = partial(outgoing.send, client)
         for hook in reversed(self._send_hooks):
             proceed = partial(hook, outgoing, proceed)
@@ -286,6 +293,7 @@ class App:
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
         to_group: str | None = None,
+        priority: int = 0,
     ) -> Ticket:
         """``client.post``, from hooks and ``async def`` handlers; shutdown waits for posted messages."""
         return self._own_client().post(
@@ -297,6 +305,7 @@ class App:
             delay=delay,
             deliver_at=deliver_at,
             to_group=to_group,
+            priority=priority,
         )
 
     # --- running --------------------------------------------------------------------------------

@@ -3,37 +3,30 @@
 One loop in a background thread serves all blocking clients of a process. Each call runs there and the caller waits; an
 interrupt, such as control-C, cancels the call and leaves the client usable. A forked child starts its own loop; clients
 that the parent opened raise ``ForkedClient`` in the child.
-
-``post`` appends to an inbox and wakes the loop once for all messages that are posted until the loop takes them. A
-posted message needs no coroutine and no future, and its thread does not wait.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
-import contextlib
 import logging
-import threading
 import weakref
-from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from plait.client.admin.admin import Admin
-from plait.client.arguments import Duration, seconds_of
 from plait.client.blocking.blocking_consumer import SyncConsumer, SyncReader
 from plait.client.blocking.blocking_transaction import SyncTransaction
-from plait.client.blocking.loop_thread import Blocking, LoopThread, RunInLoop, blocking, shared_loop, signed_as
+from plait.client.blocking.loop_thread import Blocking, LoopThread, blocking, shared_loop, signed_as
+from plait.client.blocking.post_inbox import PostInbox, SyncTicket
 from plait.client.client import Client
-from plait.client.send.encoding import Delay, due_of, encode_body, encode_group, encode_headers, encode_key, encode_tags
-from plait.client.send.open_rows import ROW_SIZE, SHORT_BODY_MAX, SHORT_KEY_MAX
-from plait.client.send.subject_sender import Senders
-from plait.client.types import Receipt, Ticket
-from plait.errors import BufferFull, Closed, PlaitError, Timeout
-from plait.model import names
+from plait.client.send.encoding import (
+    Delay,
+    due_of,
+    priority_of,
+)
+from plait.errors import PlaitError
 
 
 class SyncAdmin(Blocking[Admin]):
@@ -97,151 +90,6 @@ class SyncAdmin(Blocking[Admin]):
     transaction = blocking(Admin.transaction)
     commit_transaction = blocking(Admin.commit_transaction)
     rollback_transaction = blocking(Admin.rollback_transaction)
-
-
-#: Rows that the loop takes in one turn; it serves the sockets between turns.
-TURN_COUNT = 5_000
-
-
-class SyncTicket:
-    """A posted message; ``result`` waits for its receipt."""
-
-    __slots__ = ("_error", "_inbox", "_ticket")
-
-    def __init__(self, inbox: PostInbox) -> None:
-        self._inbox = inbox
-        #: The ticket of the asynchronous client, after the loop has taken the row...
-        self._ticket: Ticket | None = None
-        #: ...or the error if the client was closed before that.
-        self._error: PlaitError | None = None
-
-    @property
-    def done(self) -> bool:
-        """True if the receipt or the error is known."""
-        return self._error is not None or (self._ticket is not None and self._ticket.done)
-
-    def result(self, timeout: Duration | None = None) -> Receipt:
-        """The receipt; raises the error of the send.
-
-        Raises ``Timeout`` if neither is known within ``timeout``; the message may still be stored.
-        """
-        if not self.done:
-            seconds = None if timeout is None else seconds_of(timeout)
-            try:
-                self._inbox.run(self._settled(), seconds)
-            except TimeoutError:
-                raise Timeout(
-                    f"no receipt within {seconds:g} s; the message may still be stored, call result() again"
-                ) from None
-        if self._error is not None:
-            raise self._error
-        assert self._ticket is not None
-        return self._ticket._batch.receipt(self._ticket._row)
-
-    async def _settled(self) -> None:
-        """Wait for the result. Runs on the loop."""
-        if self._ticket is not None:
-            await self._ticket._batch.wait()
-
-
-#: Subject, body, key, tags, headers, due time (None: not delayed), group that it is addressed to, size and ticket.
-_Row = tuple[str, bytes, str | None, list[str] | None, dict[str, Any] | None, int | None, str | None, int, SyncTicket]
-
-
-class PostInbox:
-    """Rows that were posted and not yet taken by the loop."""
-
-    def __init__(self, senders: Senders, loop: asyncio.AbstractEventLoop, run: RunInLoop) -> None:
-        self.run = run
-        self._senders = senders
-        self._producer = senders.producer
-        self._loop = loop
-        self._limit = self._producer.limits.buffer_bytes
-        self._lock = threading.Lock()
-        self._rows: deque[_Row] = deque()
-        self._size = 0
-        self._scheduled = False
-        self._known: set[str] = set()
-
-    def post(
-        self,
-        subject: str,
-        body: Any,
-        key: str | int | None,
-        tags: Iterable[str] | None,
-        headers: Mapping[str, Any] | None,
-        due: int | None = None,
-        to_group: str | None = None,
-    ) -> SyncTicket:
-        """Add a row, from any thread. An invalid row raises here."""
-        if subject not in self._known:
-            names.check("subject", subject)
-            self._known.add(subject)
-        if type(body) is not bytes or len(body) > SHORT_BODY_MAX:
-            body = encode_body(body)
-        if key is not None and (type(key) is not str or not 0 < len(key) < SHORT_KEY_MAX or not key.isascii()):
-            key = encode_key(key)
-        size = len(body) + ROW_SIZE
-        if tags is not None:
-            tags = [tags] if isinstance(tags, str) else list(tags)
-            size += len(encode_tags(tags))
-        if headers is not None:
-            headers = dict(headers)
-            size += len(encode_headers(headers))
-        size += len(encode_group(to_group))
-        ticket = SyncTicket(self)
-        with self._lock:
-            waiting = self._producer.buffered + self._size
-            if waiting >= self._limit:
-                raise BufferFull(
-                    f"{waiting} bytes wait to be stored (limit {self._limit}); call client.flush() or use send()",
-                    limit="buffer_bytes",
-                    value=self._limit,
-                )
-            self._rows.append((subject, body, key, tags, headers, due, to_group, size, ticket))
-            self._size += size
-            wake, self._scheduled = not self._scheduled, True
-        if wake:
-            try:
-                self._loop.call_soon_threadsafe(self._turn)
-            except RuntimeError:
-                raise Closed("the interpreter is shutting down; post before the program ends") from None
-        return ticket
-
-    def take_soon(self) -> None:
-        """Make the loop take all posted rows before it starts the caller's next coroutine. Call it from any thread."""
-        if self._rows:
-            # If the loop has ended, starting the coroutine fails.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self.take_all)
-
-    def _turn(self) -> None:
-        self._take(TURN_COUNT)
-        with self._lock:
-            self._scheduled = bool(self._rows)
-            again = self._scheduled
-        if again:
-            self._loop.call_soon(self._turn)
-
-    def take_all(self) -> None:
-        """Give all posted rows to the producer. Runs on the loop."""
-        self._take(len(self._rows))
-
-    def _take(self, count: int) -> None:
-        rows = self._rows
-        senders, producer = self._senders, self._producer
-        taken = 0
-        for _ in range(min(count, len(rows))):
-            subject, body, key, tags, headers, due, to_group, size, ticket = rows.popleft()
-            taken += size
-            if producer.closed is not None:
-                ticket._error = producer.closed
-                continue
-            known = senders.plain if due is None else senders.delayed
-            sender = known.get(subject) or senders.sender(subject, delayed=due is not None)
-            ticket._ticket = (sender.rows or sender.choose(key)).post(body, key, tags, headers, due, to_group)
-        with self._lock:
-            self._size -= taken
 
 
 T = TypeVar("T")
@@ -353,6 +201,7 @@ class SyncClient:
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
         to_group: str | None = None,
+        priority: int = 0,
     ) -> SyncTicket:
         """Buffer a message and return at once. ``ticket.result()`` gives the receipt. Raises ``BufferFull``."""
         inbox = self._inbox
@@ -362,7 +211,7 @@ class SyncClient:
         due = None
         if delay is not None or deliver_at is not None:
             due = due_of(delay, deliver_at, self._inner._producer.next_now())
-        return inbox.post(subject, body, key, tags, headers, due, to_group)
+        return inbox.post(subject, body, key, tags, headers, due, to_group, priority and priority_of(priority))
 
     @signed_as(Client.transaction)
     def transaction(self, *args: Any, **kwargs: Any) -> SyncTransaction:

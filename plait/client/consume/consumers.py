@@ -60,6 +60,7 @@ class Consumers:
         begin = start_of(arguments.start, now)
         terms = Terms(str(patterns), group, member, begin, arguments.delivery, mode, arguments.retry)
         terms = terms._replace(filter=arguments.filter, states_filter=arguments.filter is not None)
+        terms = terms._replace(fair_by=arguments.fair_by)
         seconds = limits.handling_seconds if handling is None else seconds_of(handling)
         make = functools.partial(self._fetcher, limits, seconds, any_thread)
         consumer = Consumer(

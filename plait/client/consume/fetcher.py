@@ -102,12 +102,12 @@ class Fetcher(Arrivals):
         self.tracks = terms.tracks
         self.loop: asyncio.AbstractEventLoop | None = None
         self.clients: deque[PullClient] = deque()
-        self.buffer: RowBuffer | OrderedBuffer = RowBuffer()
         #: Rows taken from the buffer for a blocking caller, before its next call asks for them.
         self.handed_over = RowHandover() if common is None else common.handed_over
         #: True if a row without an outcome limits how far past it the consumer pulls.
         self.spans = True
         self.prefetch: Prefetch[PullClient] = Prefetch(limits) if common is None else common.prefetch
+        self.buffer: RowBuffer | OrderedBuffer = RowBuffer(self.prefetch.note_ranked)
         if common is not None:
             self.waiting = common.waiting
         self._common = common

@@ -11,15 +11,21 @@ same with a thousand partitions as with two. A partition that may not pull becau
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from plait.client.consume.delivered import DeliveredFrame, Deliveries, Piece
-from plait.client.types import Message, PartitionName
-from plait.limits import PREFETCH_SHARE_MIN, PREFETCH_SHARES_MAX, ClientLimits
+from plait.client.types import Message, PartitionName, priority_of
+from plait.frame.columns import Column
+from plait.limits import PREFETCH_SHARE_MIN, PREFETCH_SHARES_MAX, RANKED_PREFETCH_COUNT, ClientLimits
 
 #: Rows that iteration converts to messages at a time, and pulls at a time where nothing is prefetched.
 ITERATION_COUNT = 100
+
+
+_PRIORITY_BIT = 1 << Column.PRIORITY
 
 
 class Puller(Protocol):
@@ -45,6 +51,10 @@ class Prefetch(Generic[P]):
         self.ahead = limits.prefetch_count
         #: The number of partitions.
         self.partitions = 0
+        #: True if rows may overtake others: they must not wait for a large pull, or for a row without an outcome.
+        self.ranked = False
+        #: How many rows to receive after one without an outcome.
+        self.span = limits.prefetch_span
         #: True if large fetches have raised ``ahead`` above the configured limit.
         self.large = False
         #: Each partition's rows beyond its own share, and its bytes, as last reported.
@@ -67,6 +77,12 @@ class Prefetch(Generic[P]):
         self.ahead, self._own = ahead, 0
         self.large = ahead > self._limits.prefetch_count
         return True
+
+    def note_ranked(self, ranked: bool = True) -> None:
+        """Note whether rows may overtake others: then prefetch few, unless a large fetch needs more."""
+        if ranked and not self.ranked:
+            self.ranked, self.span = True, sys.maxsize
+            self.ahead, self._own = min(self.ahead, RANKED_PREFETCH_COUNT), 0
 
     def add(self, puller: P) -> None:
         self._used[puller] = (0, 0)
@@ -117,7 +133,7 @@ class Prefetch(Generic[P]):
             self._count()
         before = self._used[puller]
         self._note(puller, held, before)
-        wanted = self._share(puller, held, count, patient=patient)
+        wanted = self._share(puller, held, count, patient=patient and not self.ranked)
         if wanted:
             self._note(puller, held + wanted, self._used[puller])
         return wanted
@@ -167,9 +183,14 @@ class Prefetch(Generic[P]):
 
 
 class RowBuffer:
-    """The buffer of a shared consumer: rows of all its partitions. Any row may be handed out at any time."""
+    """The buffer of a shared consumer: rows of all its partitions. Any row may be handed out at any time.
 
-    def __init__(self) -> None:
+    A broker delivers rows of different priorities in different frames. The frames of the highest priority come first.
+    """
+
+    def __init__(self, on_priority: Callable[[], None] = lambda: None) -> None:
+        #: Called when rows with priorities arrive.
+        self._on_priority = on_priority
         #: Frames with rows that are not handed out yet.
         self._frames: deque[DeliveredFrame] = deque()
         #: Messages of the first frame that iteration has converted already, in reverse order.
@@ -178,8 +199,18 @@ class RowBuffer:
         self.count = 0
 
     def append(self, delivered: DeliveredFrame) -> None:
-        self._frames.append(delivered)
+        frames = self._frames
+        frames.append(delivered)
         self.count += delivered.count
+        if delivered.frame.column_bits & _PRIORITY_BIT:
+            self._on_priority()
+            rank, at = priority_of(delivered.frame, 0), len(frames) - 1
+            while at and priority_of(frames[at - 1].frame, 0) < rank:
+                at -= 1
+            if at < len(frames) - 1:
+                del frames[-1]
+                frames.insert(at, delivered)
+                self._ready = []
 
     def available(self) -> int:
         return self.count

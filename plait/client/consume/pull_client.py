@@ -89,7 +89,6 @@ class PullClient:
         self._pull_number = 0
         #: True if the last pull left rows at the broker.
         self.more = False
-        #: Consecutive damaged replies.
         self._broken = 0
         self.collector.open(self._loop)
         self._partition_id = self.collector.partition
@@ -180,6 +179,7 @@ class PullClient:
         self.fetcher.has_more(self)
         self.pulls = self.asked = 0
         self.collector.attached(session)
+        self.fetcher.prefetch.note_ranked(session.reply.ranked)
         self._attached_as(session.reply)
         if self.fetcher.learn_filter(session.reply):
             self.pull()
@@ -276,7 +276,7 @@ class PullClient:
             demand = fetcher.demand - fetcher.buffer.count
             return -(-demand // partitions) - self.asked if demand > 0 else 0
         held = deliveries.held + self.asked
-        if fetcher.spans and deliveries.open and deliveries.span() >= max(limits.prefetch_span, 2 * prefetch.ahead):
+        if fetcher.spans and deliveries.open and deliveries.span() >= max(prefetch.span, 2 * prefetch.ahead):
             return 0
         if partitions > 1:
             return prefetch.wanted(self, patient=patient)

@@ -13,7 +13,7 @@ from plait.errors import InvalidArgument
 from plait.model import names
 from plait.model.filter_terms import FilterTerms
 from plait.model.retry_policy import Retry
-from plait.model.settings import ShareMode
+from plait.model.settings import ShareMode, check_fair_by
 from plait.model.subject_patterns import SubjectPatterns
 from plait.wire import messages as m
 
@@ -39,6 +39,8 @@ class Terms(NamedTuple):
     states_filter: bool = False
     #: The version of the newest filter that it knows.
     filter_version: int = 0
+    #: What identifies a tenant: "key", or a header; None: the group is not fair.
+    fair_by: str | None = None
 
     @property
     def tracks(self) -> bool:
@@ -76,6 +78,7 @@ class Terms(NamedTuple):
             self.filter,
             self.states_filter,
             self.filter_version,
+            self.fair_by,
         )
 
 
@@ -93,6 +96,7 @@ class ConsumerArguments(NamedTuple):
     affinity: str | None
     handling: Duration | None
     filter: FilterTerms | None = None
+    fair_by: str | None = None
 
     @property
     def subjects(self) -> SubjectPatterns:
@@ -114,7 +118,12 @@ class ConsumerArguments(NamedTuple):
         if self.retry is not None and not isinstance(self.retry, Retry):
             raise InvalidArgument(f"retry is {self.retry!r}; use plait.Retry(...)")
         start_of(self.start, 0)
-        return group, self._share_mode(group)
+        mode = self._share_mode(group)
+        if self.fair_by is not None:
+            check_fair_by(self.fair_by)
+            if mode is not ShareMode.SHARED:
+                raise InvalidArgument(f"fair_by={self.fair_by!r} is for shared groups; this consumer is {mode.value}")
+        return group, mode
 
     def _share_mode(self, group: str | None) -> ShareMode:
         if not isinstance(self.ordered, bool):

@@ -13,10 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from plait.client.arguments import Duration, micros_of, seconds_of, shown
+from plait.client.arguments import Duration, index_of, micros_of, seconds_of, shown
 from plait.errors import CodecError, InvalidArgument, TooLarge
 from plait.frame.columns import TAG_SEPARATOR
-from plait.limits import BODY_SIZE_MAX, DELAY_SECONDS_MAX, DELAY_SECONDS_MIN, HEADERS_SIZE_MAX, KEY_SIZE_MAX, TAGS_MAX
+from plait.limits import (
+    BODY_SIZE_MAX,
+    DELAY_SECONDS_MAX,
+    DELAY_SECONDS_MIN,
+    HEADERS_SIZE_MAX,
+    KEY_SIZE_MAX,
+    PRIORITY_MAX,
+    TAGS_MAX,
+)
 from plait.model import names
 
 _json = msgspec.json.Encoder()
@@ -119,6 +127,8 @@ def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
 
 #: Due times in microseconds since 1970: one for each row, or one for all.
 Dues = int | npt.NDArray[np.int64]
+#: Priorities: one for each row, or one for all.
+Priorities = int | npt.NDArray[np.uint8]
 
 _MAX_MICROS: Final = round(DELAY_SECONDS_MAX * 1_000_000)
 _LIMITS: Final = f"use {DELAY_SECONDS_MIN * 1000:g} ms to {DELAY_SECONDS_MAX / 86400:.0f} days"
@@ -180,6 +190,24 @@ def due_of(delay: Any, deliver_at: Any, now: int) -> int:
     if isinstance(delay, timedelta):
         return now + delay // timedelta(microseconds=1)
     return now + math.ceil(round(seconds * 1_000_000, 3))
+
+
+def priority_of(value: Any) -> int:
+    """A priority, 0 to 9."""
+    number = index_of(value, "priority")
+    if not 0 <= number <= PRIORITY_MAX:
+        raise InvalidArgument(f"priority {shown(value)} is out of range; use 0 to {PRIORITY_MAX}")
+    return number
+
+
+def priorities_of(priority: Any, count: int) -> Priorities | None:
+    """The priorities of ``count`` rows, from one for all or one for each; None: all are 0."""
+    if not isinstance(priority, Sequence | np.ndarray):
+        return priority_of(priority) or None
+    if len(priority) != count:
+        raise InvalidArgument(f"{len(priority)} priorities for {count} bodies; give one for all, or one for each")
+    found = np.array([priority_of(each) for each in priority], np.uint8)
+    return found if found.any() else None
 
 
 def dues_of(delay: Any, deliver_at: Any, now: int, count: int) -> Dues:

@@ -77,10 +77,11 @@ class OpenRows:
         self.headers: list[bytes] | None = None
         #: The group that each row is addressed to; empty: every group.
         self.groups: list[bytes] | None = None
+        self.priorities: list[int] | None = None
         self.size = 0
         #: The due time of each row; None: the rows are not delayed.
         self.dues: list[int] | None = [] if self._delayed else None
-        #: True while no row has tags, headers, a due time or a group.
+        #: True while no row has tags, headers, a priority, a due time or a group.
         self.plain = not self._delayed
         self.batch = PendingBatch(dues=self.dues)
 
@@ -92,6 +93,7 @@ class OpenRows:
         headers: Mapping[str, Any] | None,
         due: int | None = None,
         to_group: str | None = None,
+        priority: int = 0,
     ) -> Ticket:
         """Add a row. It is sent when the frame is full, or after ``linger_seconds``."""
         bodies, keys = self.bodies, self.keys
@@ -102,6 +104,7 @@ class OpenRows:
             and headers is None
             and to_group is None
             and self.plain
+            and not priority
             and keys is not None
             and type(key) is str
             and type(body) is bytes
@@ -114,7 +117,7 @@ class OpenRows:
             size = len(body) + len(key) + ROW_SIZE
             total = self.size = self.size + size
         else:
-            size = self.add(body, key, tags, headers, due, to_group)
+            size = self.add(body, key, tags, headers, due, to_group, priority)
             total = self.size
         producer, batch = self._producer, self.batch
         producer.buffered += size
@@ -134,6 +137,7 @@ class OpenRows:
         headers: Mapping[str, Any] | None,
         due: int | None = None,
         to_group: str | None = None,
+        priority: int = 0,
     ) -> tuple[PendingBatch, int]:
         """Add a row that is sent at the end of this loop turn, with the other rows of the turn.
 
@@ -148,6 +152,7 @@ class OpenRows:
             and headers is None
             and to_group is None
             and self.plain
+            and not priority
             and self.keys is None
             and type(body) is bytes
             and len(body) <= SHORT_BODY_MAX
@@ -156,7 +161,7 @@ class OpenRows:
             size = len(body) + ROW_SIZE
             self.size += size
         else:
-            size = self.add(body, key, tags, headers, due, to_group)
+            size = self.add(body, key, tags, headers, due, to_group, priority)
         self._producer.buffered += size
         if self.size >= self._frame_bytes or row >= self._last_row or (row >= self._ahead and not self._window.frames):
             self.seal()
@@ -177,6 +182,7 @@ class OpenRows:
         headers: Mapping[str, Any] | None,
         due: int | None = None,
         to_group: str | None = None,
+        priority: int = 0,
     ) -> int:
         """Append a row and return its size. An invalid row raises and is not added."""
         if type(body) is not bytes or len(body) > SHORT_BODY_MAX:
@@ -220,6 +226,11 @@ class OpenRows:
         if self.dues is not None:
             assert due is not None
             self.dues.append(due)
+        if priority and self.priorities is None:
+            self.priorities = [0] * row
+            self.plain = False
+        if self.priorities is not None:
+            self.priorities.append(priority)
         bodies.append(body)
         self.size += size
         return size
@@ -290,6 +301,7 @@ class OpenRows:
             groups=self.groups,
             tags=self.tags,
             headers=self.headers,
+            priority=None if self.priorities is None else np.array(self.priorities, np.uint8),
             compression=compression,
             flags=flags,
         )

@@ -105,6 +105,7 @@ class PartitionLink:
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
         to_group: str | None = None,
+        priority: int = 0,
     ) -> Receipt:
         """Add a row that is sent once, at the end of this loop turn, and gets no reply."""
         while self.number is None:
@@ -113,7 +114,7 @@ class PartitionLink:
         if rows.bodies and rows.batch.first + len(rows.bodies) != producer.oneway_next:
             # The producer sequences of a frame must be consecutive, and rows of another partition got some in between.
             self.seal_oneway()
-        rows.add(body, key, tags, headers, to_group=to_group)
+        rows.add(body, key, tags, headers, None, to_group, priority)
         number = producer.oneway_next
         producer.oneway_next += 1
         if len(rows.bodies) == 1:

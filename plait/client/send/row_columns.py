@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from plait.client.send.encoding import Dues
+from plait.client.send.encoding import Dues, Priorities
 from plait.frame.builder import FrameParts, build_frame
 from plait.frame.columns import Column
 from plait.frame.view import FrameView
@@ -33,6 +33,8 @@ class RowColumns(NamedTuple):
     times: Dues | None = None
     #: The group that each row is addressed to; empty: every group.
     groups: pa.Array | None = None
+    #: Priorities, one for all rows or one for each; None: all are 0.
+    priorities: Priorities | None = None
 
     @classmethod
     def of(cls, frame: FrameView) -> RowColumns:
@@ -41,7 +43,7 @@ class RowColumns(NamedTuple):
         def array(number: Column) -> pa.Array | None:
             return frame.binary(number) if frame.has(number) else None
 
-        def times(number: Column) -> Dues | None:
+        def fixed(number: Column) -> Any:
             values = frame.values(number) if frame.has(number) else None
             return int(values[0]) if values is not None and len(values) == 1 else values
 
@@ -51,9 +53,10 @@ class RowColumns(NamedTuple):
             frame.key_hashes(),
             array(Column.TAGS),
             array(Column.HEADERS),
-            times(Column.DELIVER_AT),
-            times(Column.SEND_TIME),
+            fixed(Column.DELIVER_AT),
+            fixed(Column.SEND_TIME),
             array(Column.TO_GROUP),
+            fixed(Column.PRIORITY),
         )
 
     def take(self, rows: Rows | None) -> RowColumns:
@@ -115,6 +118,7 @@ class RowColumns(NamedTuple):
             groups=self.groups,
             tags=self.tags,
             headers=self.headers,
+            priority=self.priorities,
             flags=flags,
             compression=compression,
         )

@@ -17,6 +17,7 @@ from plait.client.send.encoding import (
     encode_headers,
     encode_key,
     encode_tags,
+    priorities_of,
 )
 from plait.client.send.open_rows import hash_keys
 from plait.client.send.partitioner import Pieces
@@ -50,11 +51,12 @@ async def send_many(
     tags: Tags | None = None,
     headers: Headers | None = None,
     to_group: str | Sequence[str | None] | None = None,
+    priority: int | Sequence[int] = 0,
 ) -> Receipts:
     """Store all bodies in order; returns the receipts when the broker has stored them.
 
-    ``tags``, ``headers`` and ``to_group`` are one value for all rows, or one for each. ``when`` returns the due times
-    of that many rows. Raises the first error; other bodies may be stored.
+    ``tags``, ``headers``, ``to_group`` and ``priority`` are one value for all rows, or one for each. ``when`` returns
+    the due times of that many rows. Raises the first error; other bodies may be stored.
     """
     if isinstance(bodies, pa.ChunkedArray):
         bodies = bodies.combine_chunks()
@@ -65,7 +67,10 @@ async def send_many(
         raise InvalidArgument(f"{len(keys)} keys for {total} bodies; give one for each, or None")
     encoders = _encoders(tags, headers, to_group, total)
     dues = None if when is None else when(total)
+    ranks = priorities_of(priority, total)
     sender = senders.sender(subject, delayed=dues is not None)
+    if ranks is not None:
+        sender.refuse_priorities()
     producer, limits = senders.producer, senders.producer.limits
     sender.seal()
     batches: list[PendingBatch] = []
@@ -85,22 +90,32 @@ async def send_many(
         texts = None if keys is None else [_key(key) for key in keys[position : position + count]]
         hashes = None if texts is None else hash_keys(texts, count)
         pieces = sender.spread(hashes)
-        due = dues if dues is None or isinstance(dues, int) else dues[position : position + count]
+        due = _part(dues, position, count)
         batch = PendingBatch(dues=due)
         texts_column = None if texts is None else pa.array(texts, pa.string())
         tagged, described, groups = map(_bytes_column, extras)
         columns = RowColumns(array, texts_column, hashes, tagged, described, due, groups=groups)
+        columns = columns._replace(priorities=_part(ranks, position, count))
         batches.append(batch)
         sender.push(pieces, columns, batch, producer.now())
         position += count
         step = _rows_for(sender, array, size)
         await asyncio.sleep(0)  # Lets the loop serve the socket between frames.
+    return await _receipts(batches)
+
+
+async def _receipts(batches: list[PendingBatch]) -> Receipts:
     for batch in batches:
         await batch.wait()
     for batch in batches:
         if batch.error is not None:
             raise batch.error
     return Receipts(batches)
+
+
+def _part(values: Any, start: int, count: int) -> Any:
+    """The values of ``count`` rows; one value is the same for all rows."""
+    return values if values is None or isinstance(values, int) else values[start : start + count]
 
 
 def _encoders(tags: Any, headers: Any, to_group: Any, total: int) -> list[Encoder]:

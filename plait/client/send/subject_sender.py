@@ -33,6 +33,7 @@ from plait.errors import Closed, PlaitError, Timeout
 from plait.frame.view import FrameView
 from plait.model import names
 from plait.model.logical_partitions import Hashes, restamp
+from plait.model.settings import priority_refused
 
 
 class SubjectSender:
@@ -109,11 +110,14 @@ class SubjectSender:
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
         to_group: str | None = None,
+        priority: int = 0,
     ) -> Receipt:
         """Add a row that is sent once, at the end of this loop turn, and gets no reply."""
         await self.ready()
+        if priority:
+            self.refuse_priorities()
         [(sender, _)] = self.spread(None if key is None else hash_keys([encode_key(key)], 1))
-        return await sender.target.send_oneway(body, key, tags, headers, to_group)
+        return await sender.target.send_oneway(body, key, tags, headers, to_group, priority)
 
     # --- the route ------------------------------------------------------------------------------
 
@@ -121,6 +125,14 @@ class SubjectSender:
         """Wait until the route is known."""
         if self.route is None:
             self.begin(await self.router.route(self.subject))
+
+    def refuse_priorities(self) -> None:
+        """Raise ``InvalidArgument`` if the subject is known to be strict; otherwise its broker refuses.
+
+        A row does not wait for the route here, because later rows would overtake it.
+        """
+        if self.route is not None and self.route.order == "strict":
+            raise priority_refused(self.subject)
 
     def begin(self, route: SubjectRoute) -> None:
         """Change to a route when the partition senders that it affects have drained."""

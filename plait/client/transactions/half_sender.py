@@ -35,6 +35,7 @@ from plait.errors import (
 from plait.frame.builder import FrameParts, build_frame
 from plait.frame.header import FLAG_UNSEQUENCED
 from plait.limits import LOGICAL_PARTITIONS, ClientLimits
+from plait.model.settings import priority_refused
 from plait.wire import messages as m
 from plait.wire.admin.operation import Operation
 from plait.wire.admin.transactions import BEGIN_TRANSACTION, DECIDE_TRANSACTION
@@ -59,7 +60,8 @@ class HalfRow(NamedTuple):
     #: Microseconds since 1970; 0: at once.
     due: int
     #: The group that it is addressed to; empty: every group.
-    to_group: bytes
+    to_group: bytes = b""
+    priority: int = 0
 
 
 class HalfSender:
@@ -93,6 +95,8 @@ class HalfSender:
             nonlocal place, doubt
             if place is None:
                 route = await self._router.route(row.subject)
+                if row.priority and route.order == "strict":
+                    raise priority_refused(row.subject)
                 place = self._place(route, None if hashes is None else int(hashes[0]) % LOGICAL_PARTITIONS)
                 if self._node is None:
                     self.group, self._node = place.group, self._router.node(route, place.group)
@@ -145,6 +149,7 @@ class HalfSender:
             groups=[row.to_group] if row.to_group else None,
             tags=[row.tags] if row.tags else None,
             headers=[row.headers] if row.headers else None,
+            priority=row.priority or None,
             flags=FLAG_UNSEQUENCED,
             compression=compression,
             note=self._producer_group.encode(),

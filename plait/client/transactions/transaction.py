@@ -12,7 +12,16 @@ from typing import Any, Final, Literal, Self
 from plait import tasks
 from plait.client.closing import end_of
 from plait.client.net.router import Router
-from plait.client.send.encoding import Delay, due_of, encode_body, encode_group, encode_headers, encode_key, encode_tags
+from plait.client.send.encoding import (
+    Delay,
+    due_of,
+    encode_body,
+    encode_group,
+    encode_headers,
+    encode_key,
+    encode_tags,
+    priority_of,
+)
 from plait.client.send.producer import Producer, new_producer_id
 from plait.client.transactions.half_sender import PASSING, HalfRow, HalfSender
 from plait.client.transactions.transaction_info import transaction_name
@@ -100,6 +109,7 @@ class Transaction:
         delay: Delay | None = None,
         deliver_at: datetime | None = None,
         to_group: str | None = None,
+        priority: int = 0,
     ) -> Receipt:
         """Store a message that becomes visible with the commit. ``sequence`` of its receipt is None.
 
@@ -120,6 +130,7 @@ class Transaction:
             encode_headers(headers),
             due,
             encode_group(to_group),
+            priority_of(priority),
         )
         async with self._lock:
             self._check_open()

@@ -65,7 +65,7 @@ _COMMITTED: Final[_Table] = {
     g.SET_GROUP_FILTER: subjects_and_groups.set_filter,
     g.PAUSE_GROUP: subjects_and_groups.pause,
     g.SET_RATE: subjects_and_groups.set_rate,
-    g.SET_GROUP: lambda h, r: group_view(h.membership.set_retry(r.subject, r.group, r.retry)),
+    g.SET_GROUP: lambda h, r: group_view(h.membership.set_group(r.subject, r.group, r)),
     g.DELETE_GROUP: lambda h, r: h.membership.delete(r.subject, r.group),
     d.RESUME_KEYS: partial(dead_letters.unpark, skip=False),
     d.SKIP_KEYS: partial(dead_letters.unpark, skip=True),

@@ -72,7 +72,7 @@ class ArchivedLife:
             counts = {partition: last - first + 1 for partition, (first, last) in file.partitions.items()}
             count = counts[self.partition]
             size = (file.raw_size or file.size) * count // sum(counts.values())
-            records[index] = (file.partitions[self.partition][0], file.start, file.time_min, size, count)
+            records[index] = (file.partitions[self.partition][0], file.start, file.time_min, size, count, 0)
         return records
 
     def missing(self, start: int, end: int) -> list[tuple[int, int]]:

@@ -52,6 +52,8 @@ class GroupDefinition(msgspec.Struct, tag="group", frozen=True):
     filter: FilterTerms | None = None
     #: How often the filter was set, in all partitions: the filter with the highest number is the newest.
     filter_version: int = 0
+    #: What identifies the tenant of a message: "key", or the name of a header. None: the group treats all alike.
+    fair_by: str | None = None
 
 
 class ConsumerDefinition(msgspec.Struct, tag="consumer", frozen=True):

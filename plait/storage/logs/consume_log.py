@@ -25,11 +25,14 @@ from plait.frame.view import FrameView
 from plait.storage.disk import Disk
 from plait.storage.logs.log import Log
 
-#: base sequence, message-log offset, store time, frame size, row count.
-RECORD = np.dtype([("base", "<u8"), ("offset", "<u8"), ("time", "<i8"), ("size", "<u4"), ("count", "<u4")])
+#: base sequence, message-log offset, store time, frame size, row count, traits of the frame (``frame_traits.py``).
+#: The fields are aligned: NumPy would copy a column of unaligned ones for each search.
+RECORD = np.dtype(
+    [("base", "<u8"), ("offset", "<u8"), ("time", "<i8"), ("size", "<u4"), ("count", "<u4"), ("traits", "<u8")]
+)
 RECORD_SIZE = RECORD.itemsize
 #: The same fields, for one record.
-_PACKED = Struct("<QQqII")
+_PACKED = Struct("<QQqIIQ")
 DIRECTORY = "consume"
 
 Records = npt.NDArray[Any]
@@ -43,6 +46,7 @@ class Record(NamedTuple):
     time: int
     size: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
+    traits: int = 0
 
     @property
     def end(self) -> int:
@@ -111,10 +115,10 @@ class ConsumeLog:
     def __len__(self) -> int:
         return self.flushed + len(self._bases)
 
-    def append(self, base: int, offset: int, time: int, size: int, count: int) -> None:
+    def append(self, base: int, offset: int, time: int, size: int, count: int, traits: int = 0) -> None:
         """Record that the frame at ``offset`` has ``count`` rows from sequence ``base``."""
         self._bases.append(base)
-        self._tail += _PACKED.pack(base, offset, time, size, count)
+        self._tail += _PACKED.pack(base, offset, time, size, count, traits)
 
     # --- finding --------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ def _records(piece: LogPiece, frames: list[FrameHeader]) -> tuple[int, _PieceRec
         positions, sizes, counts, numbers, bases, times, epochs = np.array(frames, np.int64).T
         for number in np.unique(numbers).tolist():
             mine = numbers == number
-            records = np.empty(int(mine.sum()), RECORD)
+            records = np.zeros(int(mine.sum()), RECORD)
             records["base"], records["offset"] = bases[mine], piece.segment_base + positions[mine]
             records["time"], records["size"], records["count"] = times[mine], sizes[mine], counts[mine]
             found[number] = records, epochs[mine]

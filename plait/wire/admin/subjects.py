@@ -79,6 +79,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
     paused: int | None = None
     #: The limit of what is delivered a second, over all partitions; None: there is none.
     rate: Rate | None = None
+    #: What identifies a tenant: "key", or the name of a header; None: the group is not fair.
+    fair_by: str | None = None
 
 
 class SubjectDetails(msgspec.Struct, frozen=True):
@@ -197,9 +199,10 @@ class SetRate(Request):
 
 
 class SetGroup(OfGroup):
-    """Change the retry settings of an idle group."""
+    """Change settings of an idle group. ``retry`` None and an unset ``fair_by`` stay."""
 
-    retry: Retry
+    retry: Retry | None = None
+    fair_by: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class SetGroupFilter(OfGroup):

@@ -186,13 +186,13 @@ class Members(Part):
             case "broadcast":
                 return options | {"broadcast": True}
             case "once":
-                return options | {"group": group.name, "delivery": "at_most_once"}
+                return options | {"group": group.name, "delivery": "at_most_once", "fair_by": group.fair_by}
             case "ordered":
                 return options | {"group": group.name, "retry": retry, "ordered": True}
             case "affinity":
                 return options | {"group": group.name, "retry": retry, "affinity": "key"}
             case "shared":
-                return options | {"group": group.name, "retry": retry}
+                return options | {"group": group.name, "retry": retry, "fair_by": group.fair_by}
 
     def _start(self, group: GroupPlan) -> str:
         if group.start == "time":

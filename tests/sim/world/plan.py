@@ -64,6 +64,8 @@ class GroupPlan(NamedTuple):
     without: int = 0
     #: ``Plan.addressed``.
     addressed: int = 0
+    #: What identifies a tenant: the key, or a header that all messages have.
+    fair_by: str | None = None
 
     @property
     def filter(self) -> dict[str, str]:
@@ -171,6 +173,8 @@ class Plan(NamedTuple):
     transactions: float = 0.0
     #: Messages whose number is a multiple of this are addressed to one group; 0: none is.
     addressed: int = 0
+    #: True if every fourth message of the subject ``LOOSE`` has a priority.
+    priorities: bool = False
     #: True if sending to a subject or consuming it creates the subject, even after its deletion.
     auto_create: bool = True
     #: How much a producer buffers before its sends wait.
@@ -249,7 +253,7 @@ def _with_later_features(plan: Plan) -> Plan:
     groups = tuple(group._replace(addressed=addressed) for group in _filtered(plan))
     queries = random.Random(f"{plan.seed} searches").random() < 0.4
     plan = plan._replace(groups=groups, addressed=addressed, queries=queries)
-    return _with_requests(_with_rates(_with_recurrences(_with_ends(plan))))
+    return _with_requests(_with_rates(_with_recurrences(_with_ends(_with_priorities(plan)))))
 
 
 def _with_rates(plan: Plan) -> Plan:
@@ -324,6 +328,16 @@ def _filtered(plan: Plan) -> tuple[GroupPlan, ...]:
     if draw.random() < 0.6:
         return plan.groups
     return tuple(group._replace(without=draw.choice((0, 2, 3, 7))) for group in plan.groups)
+
+
+def _with_priorities(plan: Plan) -> Plan:
+    draw = random.Random(f"{plan.seed} priorities")
+    fair = ("number", "key", None)
+    groups = tuple(
+        group._replace(fair_by=draw.choice(fair)) if group.mode in ("shared", "once") else group
+        for group in plan.groups
+    )
+    return plan._replace(groups=groups, priorities=draw.random() < 0.5)
 
 
 def _partitions(draw: random.Random) -> int:

@@ -15,7 +15,7 @@ from plait.testing.sim import Process
 from tests.sim.users import CLIENT_LIMITS
 from tests.sim.world.calls import Calls, Interrupted
 from tests.sim.world.ledger import DELAYED, Part
-from tests.sim.world.plan import DOOMED, address_of
+from tests.sim.world.plan import DOOMED, LOOSE, address_of
 from tests.sim.world.transactions import PRODUCER_GROUP, Half, Transacting
 
 KEYS: list[str | None] = [*(f"k{n}" for n in range(8)), None]
@@ -91,15 +91,26 @@ class Senders(Part):
     def _group_of(self, record: RecordedSend) -> str | None:
         return address_of(self.plan.addressed, int(record.value))
 
-    def _options(self, record: RecordedSend) -> dict[str, Any]:
-        return {"key": _key(record), "headers": headers_of(record), "to_group": self._group_of(record)}
+    def _priority(self, record: RecordedSend, burst: Burst) -> int:
+        number = int(record.value)
+        return number % 10 if self.plan.priorities and burst.subject == LOOSE and number % 4 == 0 else 0
+
+    def _options(self, record: RecordedSend, burst: Burst) -> dict[str, Any]:
+        return {
+            "key": _key(record),
+            "headers": headers_of(record),
+            "to_group": self._group_of(record),
+            "priority": self._priority(record, burst),
+        }
 
     async def _posts(self, burst: Burst) -> None:
         """Post a few messages at once, in the order of the calls."""
         for _ in range(burst.draw.choice((1, 1, 2, 6))):
             record = self._record(burst)
             try:
-                ticket = burst.client.post(burst.subject, self._body(record, burst.draw), **self._options(record))
+                ticket = burst.client.post(
+                    burst.subject, self._body(record, burst.draw), **self._options(record, burst)
+                )
             except PlaitError as error:
                 self._failed(record, error)
             else:
@@ -109,7 +120,7 @@ class Senders(Part):
         """Send one message; the call may be cancelled."""
         record = self._record(burst)
         body = self._body(record, burst.draw)
-        sending = burst.client.send(burst.subject, body, **self._options(record))
+        sending = burst.client.send(burst.subject, body, **self._options(record, burst))
         await self._settle(record, burst.subject, burst.calls(sending))
 
     async def _at_once(self, burst: Burst) -> None:
@@ -123,7 +134,7 @@ class Senders(Part):
             # Not by ``calls``: a call that may be cancelled begins one step later, which changes the order.
             record = self._record(burst, keys)
             body = self._body(record, burst.draw, LARGE)
-            sending = burst.client.send(burst.subject, body, **self._options(record))
+            sending = burst.client.send(burst.subject, body, **self._options(record, burst))
             await self._settle(record, burst.subject, sending)
 
     async def _many(self, burst: Burst) -> None:
@@ -134,7 +145,10 @@ class Senders(Part):
         try:
             headers = [headers_of(record) for record in records]
             groups = [self._group_of(record) for record in records]
-            sending = burst.client.send_many(burst.subject, bodies, keys=keys, headers=headers, to_group=groups)
+            ranks = [self._priority(record, burst) for record in records]
+            sending = burst.client.send_many(
+                burst.subject, bodies, keys=keys, headers=headers, to_group=groups, priority=ranks
+            )
             receipts = await burst.calls(sending)
         except (PlaitError, Interrupted) as error:
             # Some of the messages may be stored.
@@ -151,7 +165,7 @@ class Senders(Part):
         delay = draw.choice((0.05, 0.5, draw.uniform(0.1, 6.0)))
         due = self.simulation.now + delay
         body = self._body(record, draw)
-        sending = client.send(burst.subject, body, delay=delay, **self._options(record))
+        sending = client.send(burst.subject, body, delay=delay, **self._options(record, burst))
         receipt = await self._settle(record, burst.subject, burst.calls(sending), due)
         if receipt is not None and draw.random() < 0.3:
             burst.process.spawn(self._change_mind(client, record, receipt, draw))
