@@ -21,6 +21,7 @@ from plait.storage.catalog import PartitionRow, read_rows
 from plait.storage.logs.action_log import ConsumerDefinition, Definition, GroupDefinition, read_definitions
 from plait.storage.logs.log import Log
 from plait.storage.logs.recovery import LogScan
+from plait.wire.admin.subjects import SetGroup
 from tests.broker.schedule_node import SECOND, delay
 from tests.broker.stage_node import Task
 from tests.support.broker_node import Node, Producer
@@ -154,8 +155,10 @@ class Life:
     def retry(self) -> None:
         group = self.group()
         if group is not None:
-            retry = Retry(attempts=self.rng.randint(2, 9))
-            self.node.membership.set_retry(group.partition.row.subject, group.name, retry)
+            retry, subject = Retry(attempts=self.rng.randint(2, 9)), group.partition.row.subject
+            self.node.membership.set_group(
+                subject, group.name, SetGroup(subject=subject, group=group.name, retry=retry)
+            )
 
     def delete_group(self) -> None:
         group = self.group()

@@ -400,7 +400,7 @@ async def test_a_damaged_identity_of_a_data_directory_is_refused(both: tuple[Pat
     data, place = both
     history = History(place, data=data)
     (data / "identity").write_bytes(b"\xff" * 16)
-    with pytest.raises(DataDirError, match="the archive's manifest lists it"):
+    with pytest.raises(DataDirError, match="the archive's manifest has it"):
         history.find("orders")
 
 

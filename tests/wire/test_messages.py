@@ -38,9 +38,9 @@ GOLDEN: list[tuple[m.PacketHead, str]] = [
     (m.SendReply(300), "91cd012c"),
     (
         m.AttachRequest("s", "g", "c", ("sequence", 9), "at_least_once", [(1, 4, 2)]),
-        "9fa173a167a16392a873657175656e636509ad61745f6c656173745f6f6e6365919301040200c0c2c20000c0c200",
+        "dc0010a173a167a16392a873657175656e636509ad61745f6c656173745f6f6e6365919301040200c0c2c20000c0c200c0",
     ),
-    (m.AttachReply(1, 2, "s", "g", 16), "9a0102a173a16710cb0000000000000000c200c000"),
+    (m.AttachReply(1, 2, "s", "g", 16), "9b0102a173a16710cb0000000000000000c200c000c2"),
     (m.PullRequest(1, 500, 1_048_576, 20.0), "9401cd01f4ce00100000cb4034000000000000"),
     (m.PullReply([(0, 10, 1)], more=True), "959193000a01c3009000"),
     (m.AckRequest(1, [(0, 10, 1)]), "93019193000a0190"),

@@ -15,6 +15,7 @@ from plait.errors import GroupBusy
 from plait.frame.header import SEQUENCE_MAX
 from plait.storage.cursor import Cursor
 from plait.storage.ranges import Range, count_of
+from plait.storage.shared_cursor import SharedCursor
 from plait.wire.admin.rewinds import PartitionRewind
 
 #: Counts the rows of a cursor in [start, end) ranges.
@@ -71,6 +72,8 @@ def changes(group: Group, start: Any, skipping: bool, broker_group: str) -> Part
     again = unfinished = below = held = waiting = 0
     for cursor in cursors:
         pieces = cursor.begun(0, cursor.next)
+        if isinstance(cursor, SharedCursor):
+            pieces += cursor.passed.overlap(0, cursor.next)
         held += count(cursor, cursor.all_held())
         waiting += cursor.waiting.count
         again += count(cursor, [(to, cursor.next)])

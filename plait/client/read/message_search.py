@@ -32,9 +32,7 @@ class MessageSearch:
     admin: Admin
     _router: Router
     _now: Callable[[], int]
-
-    def _check_open(self) -> None:
-        raise NotImplementedError
+    _check_open: Callable[[], None]
 
     async def query(
         self,

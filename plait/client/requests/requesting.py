@@ -40,9 +40,7 @@ class Requesting:
     _router: Router
     _requester: Requester
     send: Callable[..., Coroutine[Any, Any, Receipt]]
-
-    def _check_open(self) -> None:
-        raise NotImplementedError
+    _check_open: Callable[[], None]
 
     def _new_requester(self, subject: str) -> Requester:
         names.check("subject", subject)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 
 from plait.client.admin.admin import Admin
@@ -18,9 +19,7 @@ class Rescheduling:
 
     admin: Admin
     _producer: Producer
-
-    def _check_open(self) -> None:
-        raise NotImplementedError
+    _check_open: Callable[[], None]
 
     async def cancel(self, scheduled: Receipt | ScheduledMessage) -> bool:
         """Cancel a delayed message. True: it is never delivered. False: it was already delivered or cancelled."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from plait.client.net.router import Router
 from plait.client.send.producer import Producer
 from plait.client.transactions.check_answers import Check, CheckAnswers
@@ -17,9 +19,7 @@ class Transactional:
     _router: Router
     _producer: Producer
     _checks: CheckAnswers
-
-    def _check_open(self) -> None:
-        raise NotImplementedError
+    _check_open: Callable[[], None]
 
     def transaction(self, producer_group: str, *, check: Check | None = None) -> Transaction:
         """Messages that become visible together, or never, for ``async with``.

@@ -81,7 +81,7 @@ def is_moved(batch: pa.RecordBatch, order: Order, result: pa.RecordBatch) -> boo
 
 def _moved(array: pa.Array, order: Order) -> pa.Array:
     if array.null_count == len(array):
-        return array
+        return pa.nulls(len(order), array.type)
     if array.type not in _VIEWS.values():
         return array.take(pa.array(order))
     validity = None
