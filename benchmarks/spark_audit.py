@@ -99,11 +99,11 @@ class LogWriter:
         self.messages.append(frame.parts, frame.size)
         buffer = ActionBuffer()
         end, half = start + FRAME_COUNT, start + FRAME_COUNT // 2
-        buffer.event(Pulled(1, 1, start, end), SHARED, 1)
-        buffer.event(Acked(0, 1, start, half), SHARED, 1)
-        buffer.event(Acked(0, 1, half, end), SHARED, 1)
+        buffer.event(Pulled(1, False, 1, start, end), SHARED, 1)
+        buffer.event(Acked(0, False, 1, start, half), SHARED, 1)
+        buffer.event(Acked(0, False, 1, half, end), SHARED, 1)
         for owner in range(OWNERS):
-            buffer.event(Acked(0, owner + 1, start, end), ORDERED, 1)
+            buffer.event(Acked(0, False, owner + 1, start, end), ORDERED, 1)
         self._act(buffer, now + 1_000)
 
     def _act(self, buffer: ActionBuffer, now: int) -> None:

@@ -34,6 +34,10 @@ class SharedCursor(Cursor):
             first = piece.end
         return [(low, high) for low, high in (*found, (first, end)) if low < high]
 
+    def overtaken(self, start: int) -> bool:
+        """Whether rows below ``start`` that no consumer has begun are left."""
+        return start > self.next or (self.passed.length > 0 and self.passed.first < start)
+
     def skipped(self, start: int, end: int) -> tuple[list[Range], int]:
         passed = self.passed.remove(start, end)
         lost, count = super().skipped(start, end)

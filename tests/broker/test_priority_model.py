@@ -269,13 +269,16 @@ class PriorityModel:
             self.node.checkpoint_step()
 
     def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+        self.drain()
+
+    def step(self) -> None:
         often = [self.send, self.pull, self.pull, self.finish, self.finish]
         seldom = [self.leave, self.time, self.crash, self.checkpoint]
-        for _ in range(steps):
-            [kinds] = self.draw.choices((often, seldom, [self.rewind, self.expire]), (0.8, 0.15, 0.05))
-            self.draw.choice(kinds)()
-            self.check_counts()
-        self.drain()
+        [kinds] = self.draw.choices((often, seldom, [self.rewind, self.expire]), (0.8, 0.15, 0.05))
+        self.draw.choice(kinds)()
+        self.check_counts()
 
     def check_counts(self) -> None:
         cursor, look = self.group.cursor, self.group.ranked

@@ -146,7 +146,7 @@ def test_rows_held_by_unknown_consumers_are_redelivered():
     for number in range(5):
         node.send("orders", b"%d" % number)
     consumer = node.attach("orders", "g")
-    node.broker.turn.event(consumer.group, Pulled(1, 4711, 0, 5))
+    node.broker.turn.event(consumer.group, Pulled(1, False, 4711, 0, 5))
     consumer.group.cursor.pulled(4711, 0, 5, 1)
     node.turn()
     again = node.killed()

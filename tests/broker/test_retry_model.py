@@ -35,6 +35,10 @@ class Message:
     #: It must not be delivered before the first time, and must be after the second (microseconds).
     due: tuple[int, int] = (0, 0)
     done: bool = False
+    #: It is done because its dead letter was purged.
+    purged: bool = False
+    #: It was done, but not purged, when the group was rewound to a message after it.
+    before: bool = False
     #: The reason if it is a dead letter, and the attempt count at each resend.
     dead: str | None = None
     resent: list[int] = field(default_factory=list)
@@ -202,7 +206,7 @@ class Retrying(RuleBasedStateMachine):
         self.node.turn()
         for sequence in meant:
             message = self.messages[sequence]
-            message.dead, message.done, message.due = None, purge, (0, 0)
+            message.dead, message.done, message.purged, message.due = None, purge, purge, (0, 0)
             if not purge:
                 message.resent.append(message.attempt)
 
@@ -309,6 +313,7 @@ class Retrying(RuleBasedStateMachine):
         self.messages[to:] = [Message() for _ in self.messages[to:]]
         for message in self.messages[:to]:
             message.done = message.done or (skipping and not message.dead)
+            message.before = message.done and not message.purged
             if message.holder is not None:
                 message.holder, message.due = None, (0, 0)
 
@@ -353,7 +358,7 @@ class Retrying(RuleBasedStateMachine):
         open_count = sum(1 for message in self.messages if not message.done and not message.dead)
         ahead = self.node.partition("orders").visible - log.next
         assert log.held_count == held
-        assert log.returned.count + log.waiting.count + ahead == open_count - held
+        assert log.returned.count + log.passed.count + log.waiting.count + ahead == open_count - held
         assert group.lost_count == 0
         letters, _ = self.node.broker.dead_letters.page(group, Choice(), -1, 1000)
         found = {s: (part.death.reason.type, part) for part in letters for s in part.sequences.tolist()}

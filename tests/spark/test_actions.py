@@ -102,7 +102,7 @@ def test_parts_read_one_by_one_give_every_row_once(tmp_path: Path, part_size: in
 
 def test_definitions_at_the_start_of_the_first_segment_are_rows():
     buffer = ActionBuffer()
-    buffer.event(Acked(1, 2, 5, 6), 1, 3)
+    buffer.event(Acked(1, False, 2, 5, 6), 1, 3)
     event = frames_of(buffer, 1000)
     definition = build_frame(
         [msgspec.msgpack.encode(GroupDefinition(1, 7, "billing", 0, False, "at_least_once", 0))],
@@ -124,7 +124,7 @@ def test_an_ordered_groups_events_name_cursors_where_others_name_consumers():
     buffer.define(GroupDefinition(1, 7, "billing", 0, False, "at_least_once", 0, ordered=True))
     buffer.define(ConsumerDefinition(2, 1, "worker"))
     buffer.event(Locked(2, 0, 1024, lock_epoch=99), 1, 3)
-    buffer.event(Acked(0, 2, 5, 6), 1, 3)
+    buffer.event(Acked(0, False, 2, 5, 6), 1, 3)
     buffer.event(Skipped(estimated=True, cursor=2, start=6, end=9, lost=3), 1, 3)
     rows = pa.Table.from_batches(action_batches(frames_of(buffer), Names(NAMES, "g1"))).to_pylist()
     lock, ack, skip = rows[2:]
@@ -138,7 +138,7 @@ def test_the_cancellation_of_a_delayed_message_belongs_to_its_schedule_partition
     buffer = ActionBuffer()
     buffer.define(GroupDefinition(1, 7, "billing", 0, False, "at_least_once", 0))
     buffer.define(ConsumerDefinition(8, 1, "worker"))
-    buffer.event(Acked(1, 8, 5, 6), 1, 3)
+    buffer.event(Acked(1, False, 8, 5, 6), 1, 3)
     buffer.event(Cancelled(8, 4, 5, due=70), 0, 3)
     ack, cancel = pa.Table.from_batches(action_batches(frames_of(buffer), Names(NAMES, "g1"))).to_pylist()[2:]
     assert (ack["partition"], ack["consumer"]) == ("orders@g1", "worker")
@@ -159,7 +159,7 @@ def test_numbers_without_names_and_unknown_actions_become_rows_too():
 def test_many_events_become_batches_of_limited_size():
     buffer = ActionBuffer()
     for number in range(150_000):
-        buffer.event(Acked(1, 1, number, number + 1), 1, 3)
+        buffer.event(Acked(1, False, 1, number, number + 1), 1, 3)
     batches = list(action_batches(frames_of(buffer), Names({}, "g1")))
     assert [batch.num_rows for batch in batches] == [100_000, 50_000]
     assert pa.Table.from_batches(batches).column("start").to_pylist() == list(range(150_000))

@@ -111,7 +111,7 @@ def test_the_documentation_has_the_fields_of_an_event_and_every_action():
 
 def test_an_attempt_above_the_largest_number_is_stored_as_that_number():
     buffer = ActionBuffer()
-    buffer.event(Pulled(70_000, 1, 0, 1), 3, 6)
+    buffer.event(Pulled(70_000, False, 1, 0, 1), 3, 6)
     (frame,) = drain(buffer)
     assert read_events(frame)["attempt"].tolist() == [ATTEMPT_MAX]
 
@@ -125,7 +125,7 @@ def test_an_unknown_action_is_refused():
 
 def test_definitions_precede_the_events_that_use_them():
     buffer = ActionBuffer()
-    buffer.event(Pulled(1, 9, 17, 20), 3, 6)
+    buffer.event(Pulled(1, False, 9, 17, 20), 3, 6)
     buffer.define(GROUP)
     buffer.define(CONSUMER)
     definitions, events = drain(buffer)
@@ -144,7 +144,7 @@ def test_very_many_events_of_a_turn_make_several_frames():
     buffer = ActionBuffer()
     count = EVENTS_MAX + 7
     for number in range(count):
-        buffer.event(Acked(0, 2, number, number + 1), 1, 1)
+        buffer.event(Acked(0, False, 2, number, number + 1), 1, 1)
     frames = drain(buffer)
     assert [frame.base for frame in frames] == [40, 41]
     assert all(frame.size < FRAME_SIZE_MAX for frame in frames)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +18,8 @@ class BareGroup:
 
     def __init__(self, start: int = 0, *, broadcast: bool = False) -> None:
         definition = GroupDefinition(1, 1, "g", start, broadcast, "at_least_once", 0)
-        self.group = SharedGroup(definition, cast("Any", None), ServerLimits(), cast("Any", None))
+        partition = cast("Any", SimpleNamespace(addressed=False))
+        self.group = SharedGroup(definition, partition, ServerLimits(), cast("Any", None))
 
     @property
     def cursor(self) -> Any:

@@ -34,7 +34,7 @@ class AtMostOnceGroup(SharedGroup):
         self.delivered: dict[int, Ranges] = {}
 
     def record(self, consumer: AttachedConsumer, start: int, end: int, attempt: int) -> None:
-        self.journal.event(self, Acked(attempt, consumer.id, start, end))
+        self.journal.event(self, Acked(attempt, self.cursor.overtaken(start), consumer.id, start, end))
         self._acked(consumer.id, start, end)
         delivered = self.delivered.get(consumer.id)
         if delivered is None:

@@ -190,11 +190,13 @@ class SharedGroup(Group):
 
     def record(self, consumer: AttachedConsumer, start: int, end: int, attempt: int) -> None:
         """Record that the consumer holds the rows. A broadcast group has one consumer, so it records no pulls."""
+        cursor = self.cursor
         if not self.definition.broadcast:
-            self.journal.event(self, Pulled(attempt, consumer.id, start, end))
+            overtaking = (start > cursor.next or cursor.passed.length > 0) and cursor.overtaken(start)
+            self.journal.event(self, Pulled(attempt, overtaking, consumer.id, start, end))
         if self.failures.dead.length:
             self._deliver_dead(start, end)
-        self.cursor.pulled(consumer.id, start, end, attempt)
+        cursor.pulled(consumer.id, start, end, attempt)
 
     def skip(self, start: int, end: int) -> None:
         self._decide(Skipped(estimated=False, cursor=0, start=start, end=end, lost=0))
@@ -216,7 +218,7 @@ class SharedGroup(Group):
             pulled_until = cursor.next if scattered or epoch == journal.epoch else self.partition.visible
             start, end = self.partition.clip_to_epoch(first, min(last, pulled_until), epoch)
             if start < end:
-                journal.event(self, Acked(0, consumer.id, start, end))
+                journal.event(self, Acked(0, False, consumer.id, start, end))
                 if self.retained.offsets:
                     self.retained.settled()
                 self._acked(consumer.id, start, end)

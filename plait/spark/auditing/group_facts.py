@@ -60,8 +60,8 @@ class GroupFacts:
     locks: list[tuple[int, int, int, int]] = field(default_factory=list)
     #: The sequence that the scan of this era has reached.
     scan: int = 0
-    #: The last sequence from which the group delivered new rows. It delivers new rows only when no row below this
-    #: sequence is left to deliver.
+    #: A sequence: the log shows that consumers have begun all rows below it. The delivery of new rows shows this, unless
+    #: it is recorded that they overtook others.
     passed: int = 0
     #: One past the highest sequence that was delivered, acked, nacked or buried.
     reach: int = 0
@@ -156,12 +156,12 @@ class GroupTable:
 
     @staticmethod
     def _follow_scan(group: GroupFacts, events: Events) -> None:
-        """Advance the scan: a first delivery that begins where it is has new rows, so all returned rows came before."""
+        """Advance the scan. Rows that a first delivery gets from there on are new: the rows below came before them."""
         if not len(events):
             return
         reached = np.maximum.accumulate(np.concatenate([[group.scan], events["end"]]))
         delivered = events["action"] == (Action.ACK if group.at_most_once else Action.PULL)
-        new = delivered & (events["attempt"] == 1) & (events["start"] == reached[:-1])
+        new = delivered & (events["attempt"] == 1) & (events["start"] == reached[:-1]) & ~events["flag"]
         if new.any():
             group.passed = max(group.passed, int(events["start"][new].max()))
         group.scan = int(reached[-1])

@@ -123,7 +123,7 @@ def judge(rows: BlockRows, events: Events, found: Touches, group: GroupFacts) ->
     """Judge rows of a partition for one group."""
     touched = _TouchColumns(rows, events, found, group)
     action = touched.action
-    old = rows.store_times < group.begins if not group.whole else np.zeros(len(rows), bool)
+    old = rows.store_times <= group.begins if not group.whole else np.zeros(len(rows), bool)
     is_ack = action == Action.ACK
     delivered = is_ack & (touched.attempt > 0) if group.at_most_once else action == Action.PULL
     acks = touched.first(is_ack & touched.current)
@@ -168,7 +168,6 @@ def _fates(rows: BlockRows, touched: _TouchColumns, group: GroupFacts, old: Flag
     action, sequences = touched.action, rows.sequences
     fates = np.full(len(rows), Fate.PENDING, np.uint8)
     if group.logs_pulls:
-        fates[sequences < group.scan] = Fate.RETURNED
         fates[sequences < group.passed] = Fate.LOST
     fates[old] = Fate.UNKNOWN
     fates[sequences < group.start] = Fate.OUTSIDE
@@ -183,7 +182,8 @@ def _fates(rows: BlockRows, touched: _TouchColumns, group: GroupFacts, old: Flag
         gone = _gone_between(touched.client[at], touched.place[at], np.full(len(at), NEVER), group)
         fates[np.flatnonzero(held)[gone]] = Fate.RETURNED
     fates[touched.any(touched.current & (action == Action.SKIP))] = Fate.EXPIRED
-    ends = touched.last(np.isin(action, (Action.BURY, Action.PURGE, Action.REVIVE, Action.PULL)))
+    # A late ack removes a dead letter.
+    ends = touched.last(np.isin(action, (Action.BURY, Action.PURGE, Action.REVIVE, Action.PULL, Action.ACK)))
     dead = touched.is_any(ends, Action.BURY, Action.PURGE)
     # Dead letters from the position of a rewind on are rows again.
     dead &= (touched.pick(touched.current.astype(np.int64), ends) == 1) | (sequences < group.start)

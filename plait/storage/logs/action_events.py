@@ -81,16 +81,20 @@ class DeliveryEvent(Event):
 class Pulled(DeliveryEvent):
     """The consumer received the rows."""
 
-    action, layout = Action.PULL, Struct("<IIBHxIQQ8x")
+    action, layout = Action.PULL, Struct("<IIBH?IQQ8x")
+    #: Rows below ``start`` that no consumer has begun are left.
+    overtaking: bool
     consumer: int
     start: int
     end: int
 
 
 class Acked(DeliveryEvent):
-    """The rows are done. An at-most-once group records the attempt here, since it records no pulls."""
+    """The rows are done. An at-most-once group records deliveries here, since it records no pulls."""
 
-    action, layout = Action.ACK, Struct("<IIBHxIQQ8x")
+    action, layout = Action.ACK, Struct("<IIBH?IQQ8x")
+    #: Of a delivery: as for a pull.
+    overtaking: bool
     #: Here and in the other kinds: the consumer of a shared group, or the cursor of an ordered group.
     holder: int
     start: int

@@ -324,3 +324,23 @@ async def test_an_ordered_group_that_was_rewound(tmp_path: Path, audit: Audit, s
     assert report.held
     assert one_group(report).messages == 30
     assert fates(report) == {"acked": 30}
+
+
+@pytest.mark.parametrize("way", ["priority", "fair_by", "at_most_once", "made_fair_and_unfair"])
+async def test_rows_that_others_overtook_are_pending(tmp_path: Path, audit: Audit, way: str):
+    settings: dict[str, Any] = {"group": "billing", "prefetch": 5}
+    if way == "fair_by":
+        settings["fair_by"] = "key"
+    if way == "at_most_once":
+        settings["delivery"] = "at_most_once"
+    high = 0 if way in ("fair_by", "made_fair_and_unfair") else 9
+    async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
+        await client.send_many(SUBJECT, [b"low"] * 20, keys=["large"] * 20)
+        await client.send_many(SUBJECT, [b"high"] * 5, keys=["small"] * 5, priority=high)
+        await client.send_many(SUBJECT, [b"high"] * 5, keys=["other"] * 5, priority=high)
+        async with client.consumer(SUBJECT, **settings) as consumer:
+            seen = [message.body for message in await consume(consumer, 8)]
+        print(seen)
+    report = audit(tmp_path)
+    print(fates(report))
+    assert report.held

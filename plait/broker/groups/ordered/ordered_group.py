@@ -107,7 +107,7 @@ class OrderedGroup(Group):
             if cursor.held and cursor.owner == consumer.id:
                 for start, end, tag in clipped:
                     for piece in cursor.let_go(tag, start, end):
-                        self.journal.event(self, Acked(0, cursor.id, piece.start, piece.end))
+                        self.journal.event(self, Acked(0, False, cursor.id, piece.start, piece.end))
         if self.retained.offsets:
             self.retained.settled()
         self._after_settled()
