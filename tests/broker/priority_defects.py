@@ -33,6 +33,11 @@ def forget_rows_that_were_returned(patch: Patch) -> None:
     patch.setattr(RankedRows, "returned", lambda *arguments: None)
 
 
+def say_that_no_row_overtook_another(patch: Patch) -> None:
+    """The action log does not tell deliveries that leave older rows from others: the older rows look lost."""
+    patch.setattr(SharedCursor, "overtaken", lambda *arguments: False)
+
+
 def put_back_nothing(patch: Patch) -> None:
     """Rows that were chosen and had no room in the pull are forgotten."""
     patch.setattr(look_ahead.LookAhead, "_put_back", lambda *arguments: None)

@@ -39,6 +39,20 @@ async def test_a_message_from_its_send_to_its_ack(client: plait.Client) -> None:
     assert (await client.why(second, group="g")).partition == second.partition
 
 
+async def test_a_message_that_others_overtook(client: plait.Client) -> None:
+    low = await client.send_many("s", [b"0"] * 200)
+    high = await client.send_many("s", [b"9"] * 200, priority=9)
+    async with client.consumer("s", "g", prefetch=1) as consumer:
+        (first,) = await consumer.fetch(1)
+        assert first.priority == 9
+        await first.ack()
+    found = await client.why(low[100], group="g")
+    assert (found.state, actions(found)) == ("next", [])
+    assert "No consumer of group g has begun it; 100 sequences are before it, and later ones overtook it." in found.text
+    found = await client.why(high[199], group="g")
+    assert "398 sequences are before it. No consumer" in found.text
+
+
 async def test_retries_dead_letters_and_resends(client: plait.Client) -> None:
     receipt = await client.send("s", b"1")
     async with client.consumer("s", "g", retry=plait.Retry(attempts=2)) as consumer:

@@ -164,6 +164,13 @@ def _priority_model(seed: int) -> None:
     PriorityModel(seed).run(80)
 
 
+def _audited_priorities(seed: int) -> None:
+    # Imported late: Spark's classes take a second.
+    from tests.spark.auditing.test_models import audit_overtaking
+
+    audit_overtaking(seed, kept=seed % 2 == 0)
+
+
 WORLDS = Generator("worlds", _world, 60)
 ORDERED_CLUSTER = Generator("ordered cluster", _ordered_cluster, 30)
 SHARED_CLUSTER = Generator("shared cluster", _shared_cluster, 16)
@@ -172,6 +179,7 @@ CRASH_POINTS = Generator("crash explorer", _crash_points, 16)
 ORDERED_MODEL = Generator("model of ordered groups", _ordered_model, 80)
 FILTER_MODEL = Generator("models of filters", _filter_model, 40)
 PRIORITY_MODEL = Generator("model of priorities", _priority_model, 60)
+AUDITED_PRIORITIES = Generator("audits of priorities", _audited_priorities, 20)
 QUERY_MODEL = Generator("model of queries", _query_model, 60)
 FIRING_MODEL = Generator("model of recurring messages", _firing_model, 60)
 RATE_MODEL = Generator("model of rates", _rate_model, 40)

@@ -79,6 +79,7 @@ PLANTS: list[Plant] = [
     Plant(priority_defects.forget_passed_rows_at_a_checkpoint, generators.PRIORITY_MODEL, (11, 19)),
     Plant(priority_defects.forget_rows_that_were_returned, generators.PRIORITY_MODEL, (2, 3)),
     Plant(priority_defects.put_back_nothing, generators.PRIORITY_MODEL, (0, 1)),
+    Plant(priority_defects.say_that_no_row_overtook_another, generators.AUDITED_PRIORITIES, (6, 7)),
     # Storage.
     Plant(broker_defects.trust_the_page_cache, generators.CRASH_POINTS),
     Plant(broker_defects.define_partitions_once, generators.CRASH_POINTS),

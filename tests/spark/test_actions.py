@@ -151,7 +151,7 @@ def test_numbers_without_names_and_unknown_actions_become_rows_too():
         action = 200  # type: ignore[assignment]
 
     buffer = ActionBuffer()
-    buffer.event(Unknown(0, 6, 0, 1), 5, 3)
+    buffer.event(Unknown(0, False, 6, 0, 1), 5, 3)
     (row,) = pa.Table.from_batches(action_batches(frames_of(buffer), Names({}, "g1"))).to_pylist()
     assert (row["action"], row["subject"], row["consumer_group"], row["number"]) == ("action_200", None, None, 6)
 

@@ -11,6 +11,7 @@ from plait.broker.groups.group import Group
 from plait.broker.groups.ordered.ordered_group import OrderedGroup
 from plait.filter.frame_fields import UsedFields
 from plait.storage.cursor import Cursor
+from plait.storage.ranges import Ranges, count_of
 from plait.wire.admin.why import MessageState
 
 
@@ -57,7 +58,7 @@ def state_of(broker: Broker, group: Group, sequence: int, row: RowKey | None) ->
         paused=group.paused,
     )
 
-    def state(name: str, **fields: int | str) -> MessageState:
+    def state(name: str, **fields: int | str | bool) -> MessageState:
         return msgspec.structs.replace(found, state=name, **fields)
 
     partition.expire_deleted(broker.message_log)
@@ -85,7 +86,8 @@ def state_of(broker: Broker, group: Group, sequence: int, row: RowKey | None) ->
             return state("behind", blocker=cursor.floor)
         if again:
             return state("returned", attempt=again[0].attempt)
-        return state("next", ahead=sequence - cursor.next)
-    if cursor.passed and cursor.passed.overlap(sequence, sequence + 1):
-        return state("next", ahead=0)
+    passed = cursor.passed or Ranges()
+    if sequence >= cursor.next or passed.overlap(sequence, sequence + 1):
+        before = count_of(passed.overlap(0, sequence)) + max(sequence - cursor.next, 0)
+        return state("next", ahead=before, overtaken=sequence < cursor.next)
     return state("removed" if sequence < partition.start else "before" if sequence < definition.start else "done")

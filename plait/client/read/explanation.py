@@ -129,7 +129,10 @@ def _state_text(group: str, state: MessageState) -> str:
             return f"Group {group} does not get it: the group began after it."
         case "next":
             online = "" if state.online else " No consumer of the group is connected."
-            return f"Group {group} has not got it yet; {state.ahead} sequences are before it.{online}"
+            overtaken = ", and later ones overtook it" if state.overtaken else ""
+            return (
+                f"No consumer of group {group} has begun it; {state.ahead} sequences are before it{overtaken}.{online}"
+            )
         case "behind":
             return f"Group {group} gets it after an earlier message of its key, sequence {state.blocker}, is done."
         case "parked":

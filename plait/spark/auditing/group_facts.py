@@ -60,8 +60,8 @@ class GroupFacts:
     locks: list[tuple[int, int, int, int]] = field(default_factory=list)
     #: The sequence that the scan of this era has reached.
     scan: int = 0
-    #: A sequence: the log shows that consumers have begun all rows below it. The delivery of new rows shows this, unless
-    #: it is recorded that they overtook others.
+    #: The last sequence from which the group delivered new rows that overtook no others. So every row below it was
+    #: begun.
     passed: int = 0
     #: One past the highest sequence that was delivered, acked, nacked or buried.
     reach: int = 0

@@ -56,6 +56,8 @@ class MessageState(msgspec.Struct, frozen=True):
     #: -1: unknown, or in another partition.
     blocker: int = -1
     ahead: int = 0
+    #: Later messages were delivered before it.
+    overtaken: bool = False
     #: Consumers of the group that are connected.
     online: int = 0
     #: The filter of the group.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,32 @@ def test_a_message_that_was_never_delivered(good: Path, tmp_path: Path, audited:
     group = one_group(audited(tmp_path / "bad"))
     assert group.broken == ["lost"]
     assert [(example.promise, example.sequence) for example in group.examples] == [("lost", 5)]
+
+
+async def test_messages_that_were_overtaken_and_never_delivered(tmp_path: Path, audited: Audit):
+    async with EmbeddedBroker(tmp_path / "good") as broker, broker.connect() as client:
+        for priority in (0, 0, 0, 9):
+            await client.send(SUBJECT, b"x", priority=priority)
+        async with client.consumer(SUBJECT, group="billing") as consumer:
+            (urgent,) = await consume(consumer, 1)
+            assert urgent.priority == 9
+            await consume(consumer, 3)
+            await client.send(SUBJECT, b"x")
+            await consume(consumer, 1)
+
+    # Its delivery may still come, until the log has a delivery that overtook nothing.
+    for last, lost in ((4, 0), (5, 3)):
+        bad = tmp_path / f"bad-{last}"
+        with_actions(tmp_path / "good", bad, partial(naming, 4, last))
+        group = one_group(audited(bad))
+        assert (group.lost, group.pending) == (lost, 5 - (last - 3) - lost)
+        assert group.broken == ["lost"] * (lost > 0)
+
+
+def naming(first: int, last: int, events: Events) -> Events:
+    """The events whose end is in [first, last]."""
+    found: Events = events[(events["end"] >= first) & (events["end"] <= last)]
+    return found
 
 
 def test_swapped_acks_of_one_key(ordered: Path, tmp_path: Path, audited: Audit):

@@ -288,9 +288,23 @@ def test_a_dead_row_that_is_skipped_after_a_rewind_is_lost(purged: bool):
     script.add(Action.PULL, 1, 0, 2, 1)
     script.add(Action.PULL, 1, 3, 8, 1)
     # Skipped rows are delivered before new ones.
-    assert script.judge().fates[2] == Fate.RETURNED
+    assert script.judge().fates[2] == Fate.PENDING
     script.add(Action.PULL, 1, 8, 10, 1)
     assert broken(script.judge()) == {"lost": [2]}
+
+
+@pytest.mark.parametrize("delivery", ["at_least_once", "at_most_once"])
+def test_rows_that_others_overtook_are_pending_until_a_delivery_leaves_none(delivery: str):
+    script = Script(delivery=delivery)
+    action = Action.PULL if delivery == "at_least_once" else Action.ACK
+    # The flag of a nack that does not count is the flag of a delivery that overtakes rows.
+    script.add(action, 1, 5, 10, 1, uncounted=True)
+    script.add(action, 1, 10, 12, 1, uncounted=True)
+    script.add(action, 1, 0, 2, 1)
+    assert broken(script.judge()) == {}
+    assert script.judge().fates[2:5].tolist() == [Fate.PENDING] * 3
+    script.add(action, 1, 12, 13, 1)
+    assert broken(script.judge()) == {"lost": [2, 3, 4]}
 
 
 def test_a_consumer_that_got_a_new_number_is_the_same_client():
@@ -398,7 +412,7 @@ def test_an_event_does_not_count_for_a_later_row_with_the_same_sequence():
     script.add(Action.PULL, 1, 0, 10, 1)
     script.add(Action.ACK, 1, 0, 10)
     verdict = script.judge(rows_of(epochs=[1] * 5 + [2] * 35))
-    assert verdict.fates[:10].tolist() == [Fate.ACKED] * 5 + [Fate.RETURNED] * 5
+    assert verdict.fates[:10].tolist() == [Fate.ACKED] * 5 + [Fate.PENDING] * 5
 
 
 # --- ordered groups ---------------------------------------------------------------------------------

@@ -326,21 +326,36 @@ async def test_an_ordered_group_that_was_rewound(tmp_path: Path, audit: Audit, s
     assert fates(report) == {"acked": 30}
 
 
-@pytest.mark.parametrize("way", ["priority", "fair_by", "at_most_once", "made_fair_and_unfair"])
-async def test_rows_that_others_overtook_are_pending(tmp_path: Path, audit: Audit, way: str):
-    settings: dict[str, Any] = {"group": "billing", "prefetch": 5}
-    if way == "fair_by":
-        settings["fair_by"] = "key"
+@pytest.mark.parametrize("way", ["priority", "fair_by", "at_most_once", "no_longer_fair"])
+async def test_messages_that_others_overtook_are_pending(tmp_path: Path, audit: Audit, way: str):
+    fair = way in ("fair_by", "no_longer_fair")
+    settings: dict[str, Any] = {"group": "billing", "fair_by": "key" if fair else None}
     if way == "at_most_once":
         settings["delivery"] = "at_most_once"
-    high = 0 if way in ("fair_by", "made_fair_and_unfair") else 9
+
+    def pending() -> int:
+        report = audit(tmp_path)
+        assert report.held
+        assert sum(fates(report).values()) == one_group(report).messages == 550
+        return one_group(report).pending
+
     async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
-        await client.send_many(SUBJECT, [b"low"] * 20, keys=["large"] * 20)
-        await client.send_many(SUBJECT, [b"high"] * 5, keys=["small"] * 5, priority=high)
-        await client.send_many(SUBJECT, [b"high"] * 5, keys=["other"] * 5, priority=high)
+        await client.send_many(SUBJECT, [b"0"] * 500, keys=["large"] * 500)
+        await client.send_many(SUBJECT, [b"1"] * 50, keys=["small"] * 50, priority=0 if fair else 9)
         async with client.consumer(SUBJECT, **settings) as consumer:
-            seen = [message.body for message in await consume(consumer, 8)]
-        print(seen)
+            seen = [message.body for message in await consume(consumer, 100)]
+        assert b"1" in seen
+        await client.flush()
+        assert 0 < pending() <= 450
+        if way == "no_longer_fair":
+            await client.admin.set_group(SUBJECT, "billing", fair_by=None)
+            settings["fair_by"] = None
+        async with client.consumer(SUBJECT, **settings) as consumer:
+            await consume(consumer, 100)
+            await client.flush()
+            assert pending() <= 350
+            await send(client, 10)
+            await consume(consumer, 360)
     report = audit(tmp_path)
-    print(fates(report))
     assert report.held
+    assert fates(report) == {"acked": 560}
