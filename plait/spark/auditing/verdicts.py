@@ -123,6 +123,7 @@ def judge(rows: BlockRows, events: Events, found: Touches, group: GroupFacts) ->
     """Judge rows of a partition for one group."""
     touched = _TouchColumns(rows, events, found, group)
     action = touched.action
+    # Events of the same microsecond may precede the first one that is left.
     old = rows.store_times <= group.begins if not group.whole else np.zeros(len(rows), bool)
     is_ack = action == Action.ACK
     delivered = is_ack & (touched.attempt > 0) if group.at_most_once else action == Action.PULL
