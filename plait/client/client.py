@@ -28,7 +28,8 @@ from plait.client.net.router import Router
 from plait.client.read.message_search import MessageSearch
 from plait.client.read.reader import Reader
 from plait.client.requests.requesting import DEFAULT_REPLY_SUBJECT, Requesting
-from plait.client.send.encoding import Delay, Delays, DeliverAts, due_of, dues_of, priority_of
+from plait.client.send.encoding import Delay, Delays, DeliverAts, due_of, dues_of
+from plait.client.send.open_rows import RowExtras
 from plait.client.send.producer import Producer
 from plait.client.send.rescheduling import Rescheduling
 from plait.client.send.send_many import Headers, Tags, send_many
@@ -259,12 +260,12 @@ class Client(MessageSearch, Transactional, Rescheduling, Requesting):
         senders = self._senders
         known = senders.plain if due is None else senders.delayed
         sender = known.get(subject) or senders.sender(subject, delayed=due is not None)
-        if priority:
-            priority = priority_of(priority)
-            sender.refuse_priorities()
+        extras: RowExtras | None = None
+        if tags is not None or headers is not None or due is not None or to_group is not None or priority:
+            extras = RowExtras(tags, headers, due, to_group, priority and sender.allowed(priority))
         if oneway:
-            return await sender.send_oneway(body, key, tags, headers, to_group, priority)
-        batch, row = (sender.rows or sender.choose(key)).send(body, key, tags, headers, due, to_group, priority)
+            return await sender.send_oneway(body, key, extras)
+        batch, row = (sender.rows or sender.choose(key)).send(body, key, extras)
         if not batch.settled:
             future = producer.loop.create_future()
             batch.waiters.append(future)
@@ -292,13 +293,13 @@ class Client(MessageSearch, Transactional, Rescheduling, Requesting):
         senders, due = self._senders, None
         if delay is None and deliver_at is None:
             sender = senders.plain.get(subject) or senders.sender(subject)
+            if tags is None and headers is None and to_group is None and not priority:
+                return (sender.rows or sender.choose(key)).post(body, key)
         else:
             due = due_of(delay, deliver_at, producer.next_now())
             sender = senders.delayed.get(subject) or senders.sender(subject, delayed=True)
-        if priority:
-            priority = priority_of(priority)
-            sender.refuse_priorities()
-        return (sender.rows or sender.choose(key)).post(body, key, tags, headers, due, to_group, priority)
+        extras = RowExtras(tags, headers, due, to_group, priority and sender.allowed(priority))
+        return (sender.rows or sender.choose(key)).post(body, key, extras)
 
     async def send_many(
         self,

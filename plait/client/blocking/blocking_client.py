@@ -26,6 +26,7 @@ from plait.client.send.encoding import (
     due_of,
     priority_of,
 )
+from plait.client.send.open_rows import RowExtras
 from plait.errors import PlaitError
 
 
@@ -208,10 +209,12 @@ class SyncClient:
         if inbox is None or self._inner._producer.closed is not None:
             self._inner._check_open()
         assert inbox is not None
-        due = None
+        due, extras = None, None
         if delay is not None or deliver_at is not None:
             due = due_of(delay, deliver_at, self._inner._producer.next_now())
-        return inbox.post(subject, body, key, tags, headers, due, to_group, priority and priority_of(priority))
+        if tags is not None or headers is not None or due is not None or to_group is not None or priority:
+            extras = RowExtras(tags, headers, due, to_group, priority and priority_of(priority))
+        return inbox.post(subject, body, key, extras)
 
     @signed_as(Client.transaction)
     def transaction(self, *args: Any, **kwargs: Any) -> SyncTransaction:

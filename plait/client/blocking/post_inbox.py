@@ -10,13 +10,12 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from plait.client.arguments import Duration, seconds_of
 from plait.client.blocking.loop_thread import RunInLoop
 from plait.client.send.encoding import encode_body, encode_group, encode_headers, encode_key, encode_tags
-from plait.client.send.open_rows import ROW_SIZE, SHORT_BODY_MAX, SHORT_KEY_MAX
+from plait.client.send.open_rows import ROW_SIZE, SHORT_BODY_MAX, SHORT_KEY_MAX, RowExtras
 from plait.client.send.subject_sender import Senders
 from plait.client.types import Receipt, Ticket
 from plait.errors import BufferFull, Closed, InvalidArgument, PlaitError, Timeout
@@ -67,10 +66,8 @@ class SyncTicket:
             await self._ticket._batch.wait()
 
 
-#: Subject, body, key, tags, headers, due time (None: not delayed), the only group that gets it, priority, size, ticket.
-_Row = tuple[
-    str, bytes, str | None, list[str] | None, dict[str, Any] | None, int | None, str | None, int, int, SyncTicket
-]
+#: Subject, body, key, extras, size and ticket.
+_Row = tuple[str, bytes, str | None, RowExtras | None, int, SyncTicket]
 
 
 class PostInbox:
@@ -93,11 +90,7 @@ class PostInbox:
         subject: str,
         body: Any,
         key: str | int | None,
-        tags: Iterable[str] | None,
-        headers: Mapping[str, Any] | None,
-        due: int | None = None,
-        to_group: str | None = None,
-        priority: int = 0,
+        extras: RowExtras | None,
     ) -> SyncTicket:
         """Add a row, from any thread. An invalid row raises here."""
         if subject not in self._known:
@@ -108,13 +101,16 @@ class PostInbox:
         if key is not None and (type(key) is not str or not 0 < len(key) < SHORT_KEY_MAX or not key.isascii()):
             key = encode_key(key)
         size = len(body) + ROW_SIZE
-        if tags is not None:
-            tags = [tags] if isinstance(tags, str) else list(tags)
-            size += len(encode_tags(tags))
-        if headers is not None:
-            headers = dict(headers)
-            size += len(encode_headers(headers))
-        size += len(encode_group(to_group))
+        if extras is not None:
+            tags, headers = extras.tags, extras.headers
+            if tags is not None:
+                tags = [tags] if isinstance(tags, str) else list(tags)
+                size += len(encode_tags(tags))
+            if headers is not None:
+                headers = dict(headers)
+                size += len(encode_headers(headers))
+            size += len(encode_group(extras.to_group))
+            extras = extras._replace(tags=tags, headers=headers)
         ticket = SyncTicket(self)
         with self._lock:
             waiting = self._producer.buffered + self._size
@@ -124,7 +120,7 @@ class PostInbox:
                     limit="buffer_bytes",
                     value=self._limit,
                 )
-            self._rows.append((subject, body, key, tags, headers, due, to_group, priority, size, ticket))
+            self._rows.append((subject, body, key, extras, size, ticket))
             self._size += size
             wake, self._scheduled = not self._scheduled, True
         if wake:
@@ -157,19 +153,18 @@ class PostInbox:
         rows, senders, producer = self._rows, self._senders, self._producer
         taken = 0
         for _ in range(min(count, len(rows))):
-            subject, body, key, tags, headers, due, to_group, priority, size, ticket = rows.popleft()
+            subject, body, key, extras, size, ticket = rows.popleft()
             taken += size
             if producer.closed is not None:
                 ticket._error = producer.closed
                 continue
-            known = senders.plain if due is None else senders.delayed
-            sender = known.get(subject) or senders.sender(subject, delayed=due is not None)
+            delayed = extras is not None and extras.due is not None
+            known = senders.delayed if delayed else senders.plain
+            sender = known.get(subject) or senders.sender(subject, delayed=delayed)
             try:
-                if priority:
+                if extras is not None and extras.priority:
                     sender.refuse_priorities()
-                ticket._ticket = (sender.rows or sender.choose(key)).post(
-                    body, key, tags, headers, due, to_group, priority
-                )
+                ticket._ticket = (sender.rows or sender.choose(key)).post(body, key, extras)
             except InvalidArgument as error:
                 ticket._error = error
         with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,21 @@ def _one_or_all(dues: list[int]) -> int | npt.NDArray[np.int64]:
     """One due time if all rows have the same, which is common; otherwise all of them."""
     first = dues[0]
     return first if len(dues) == 1 or dues.count(first) == len(dues) else np.array(dues, np.int64)
+
+
+class RowExtras(NamedTuple):
+    """What most rows do not have."""
+
+    tags: Iterable[str] | None = None
+    headers: Mapping[str, Any] | None = None
+    #: Microseconds since 1970; None: the row is not delayed.
+    due: int | None = None
+    #: The only group that gets the row; None: every group.
+    to_group: str | None = None
+    priority: int = 0
+
+
+NO_EXTRAS = RowExtras()
 
 
 class OpenRows:
@@ -89,22 +104,15 @@ class OpenRows:
         self,
         body: Any,
         key: str | int | None,
-        tags: Iterable[str] | None,
-        headers: Mapping[str, Any] | None,
-        due: int | None = None,
-        to_group: str | None = None,
-        priority: int = 0,
+        extras: RowExtras | None = None,
     ) -> Ticket:
         """Add a row. It is sent when the frame is full, or after ``linger_seconds``."""
         bodies, keys = self.bodies, self.keys
         row = len(bodies)
         # The fast path for most rows: a bytes body and a short text key, and no row here has more than that.
         if (
-            tags is None
-            and headers is None
-            and to_group is None
+            extras is None
             and self.plain
-            and not priority
             and keys is not None
             and type(key) is str
             and type(body) is bytes
@@ -117,7 +125,7 @@ class OpenRows:
             size = len(body) + len(key) + ROW_SIZE
             total = self.size = self.size + size
         else:
-            size = self.add(body, key, tags, headers, due, to_group, priority)
+            size = self.add(body, key, extras)
             total = self.size
         producer, batch = self._producer, self.batch
         producer.buffered += size
@@ -133,11 +141,7 @@ class OpenRows:
         self,
         body: Any,
         key: str | int | None,
-        tags: Iterable[str] | None,
-        headers: Mapping[str, Any] | None,
-        due: int | None = None,
-        to_group: str | None = None,
-        priority: int = 0,
+        extras: RowExtras | None = None,
     ) -> tuple[PendingBatch, int]:
         """Add a row that is sent at the end of this loop turn, with the other rows of the turn.
 
@@ -148,11 +152,8 @@ class OpenRows:
         row = len(bodies)
         if (
             key is None
-            and tags is None
-            and headers is None
-            and to_group is None
+            and extras is None
             and self.plain
-            and not priority
             and self.keys is None
             and type(body) is bytes
             and len(body) <= SHORT_BODY_MAX
@@ -161,7 +162,7 @@ class OpenRows:
             size = len(body) + ROW_SIZE
             self.size += size
         else:
-            size = self.add(body, key, tags, headers, due, to_group, priority)
+            size = self.add(body, key, extras)
         self._producer.buffered += size
         if self.size >= self._frame_bytes or row >= self._last_row or (row >= self._ahead and not self._window.frames):
             self.seal()
@@ -178,13 +179,10 @@ class OpenRows:
         self,
         body: Any,
         key: str | int | None,
-        tags: Iterable[str] | None,
-        headers: Mapping[str, Any] | None,
-        due: int | None = None,
-        to_group: str | None = None,
-        priority: int = 0,
+        extras: RowExtras | None = None,
     ) -> int:
         """Append a row and return its size. An invalid row raises and is not added."""
+        tags, headers, due, to_group, priority = extras or NO_EXTRAS
         if type(body) is not bytes or len(body) > SHORT_BODY_MAX:
             body = encode_body(body)
         if key is not None and (type(key) is not str or not 0 < len(key) < SHORT_KEY_MAX or not key.isascii()):

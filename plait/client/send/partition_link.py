@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from plait import tasks
 from plait.client.net.node import Node
-from plait.client.send.open_rows import OpenRows
+from plait.client.send.open_rows import OpenRows, RowExtras
 from plait.client.send.producer import Producer
 from plait.client.send.resend_window import ResendWindow
 from plait.client.types import MessageId, PartitionName, Receipt
@@ -102,10 +102,7 @@ class PartitionLink:
         self,
         body: Any,
         key: str | int | None,
-        tags: Iterable[str] | None,
-        headers: Mapping[str, Any] | None,
-        to_group: str | None = None,
-        priority: int = 0,
+        extras: RowExtras | None,
     ) -> Receipt:
         """Add a row that is sent once, at the end of this loop turn, and gets no reply."""
         while self.number is None:
@@ -114,7 +111,7 @@ class PartitionLink:
         if rows.bodies and rows.batch.first + len(rows.bodies) != producer.oneway_next:
             # The producer sequences of a frame must be consecutive, and rows of another partition got some in between.
             self.seal_oneway()
-        rows.add(body, key, tags, headers, None, to_group, priority)
+        rows.add(body, key, extras)
         number = producer.oneway_next
         producer.oneway_next += 1
         if len(rows.bodies) == 1:

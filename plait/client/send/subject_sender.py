@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from plait.client.net.node import Node
 from plait.client.net.router import RouteLookup, Router, SubjectRoute
-from plait.client.send.encoding import encode_key
-from plait.client.send.open_rows import OpenRows, hash_keys
+from plait.client.send.encoding import encode_key, priority_of
+from plait.client.send.open_rows import OpenRows, RowExtras, hash_keys
 from plait.client.send.partition_sender import PartitionSender
 from plait.client.send.partitioner import Partitioner, Pieces
 from plait.client.send.producer import Producer
@@ -107,17 +107,14 @@ class SubjectSender:
         self,
         body: Any,
         key: str | int | None,
-        tags: Iterable[str] | None,
-        headers: Mapping[str, Any] | None,
-        to_group: str | None = None,
-        priority: int = 0,
+        extras: RowExtras | None,
     ) -> Receipt:
         """Add a row that is sent once, at the end of this loop turn, and gets no reply."""
         await self.ready()
-        if priority:
+        if extras is not None and extras.priority:
             self.refuse_priorities()
         [(sender, _)] = self.spread(None if key is None else hash_keys([encode_key(key)], 1))
-        return await sender.target.send_oneway(body, key, tags, headers, to_group, priority)
+        return await sender.target.send_oneway(body, key, extras)
 
     # --- the route ------------------------------------------------------------------------------
 
@@ -125,6 +122,11 @@ class SubjectSender:
         """Wait until the route is known."""
         if self.route is None:
             self.begin(await self.router.route(self.subject))
+
+    def allowed(self, priority: int) -> int:
+        """A priority that the subject takes, as far as is known; raises ``InvalidArgument``."""
+        self.refuse_priorities()
+        return priority_of(priority)
 
     def refuse_priorities(self) -> None:
         """Raise ``InvalidArgument`` if the subject is known to be strict; otherwise its broker refuses.
