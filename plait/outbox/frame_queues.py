@@ -103,23 +103,21 @@ class FrameQueues:
         self._withdrawn: list[OutboxFrame] = []
         self._turn = 0
 
-    def add(self, frames: Iterable[OutboxFrame]) -> list[SendTarget]:
-        """Queue frames that were assigned; returns the partitions that had none.
+    def add(self, frames: Iterable[OutboxFrame]) -> None:
+        """Queue frames that were assigned.
 
         A frame of a partition whose earlier frames were withdrawn meanwhile is withdrawn as well.
         """
-        idle = []
         refused = {frame.target for frame in self._withdrawn}
         for frame in frames:
             if frame.target in refused:
                 self._withdrawn.append(frame)
-                continue
-            queue = self._queues.get(frame.target)
-            if queue is None:
-                queue = self._queues[frame.target] = deque()
-                idle.append(frame.target)
-            queue.append(frame)
-        return idle
+            else:
+                self._queues.setdefault(frame.target, deque()).append(frame)
+
+    def targets(self) -> list[SendTarget]:
+        """The partitions that have frames."""
+        return list(self._queues)
 
     def head(self, target: SendTarget) -> OutboxFrame | None:
         """The frame of a partition that is to be sent now."""

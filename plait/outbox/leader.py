@@ -7,6 +7,9 @@ recognizes a resend), or deleted (a broker has stored it).
 
 An error of the database leaves it open whether a turn was committed. The leader then forgets its frames, reads from the
 database which frames are assigned, and sends them again. A new leader begins in the same way.
+
+The lease counts from the end of the transaction that renews it, so a slow database delays frames and ends no term: no
+other relay can take the lease while the transaction has its row locked, or sees the renewal before the commit.
 """
 
 from __future__ import annotations
@@ -14,6 +17,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import sqlalchemy as sa
 
 from plait import tasks
 from plait.client.net.router import SubjectRoute
@@ -34,6 +41,8 @@ from plait.outbox.relay_store import LeaseLost, RelayStore, new_producer
 from plait.outbox.transactions import RelayTransactions
 
 log = logging.getLogger("plait.outbox")
+
+T = TypeVar("T")
 
 #: The first pause after an error, and the first pause after a turn that found nothing; each doubles.
 FIRST_PAUSE_SECONDS = 0.002
@@ -106,9 +115,7 @@ class Leader:
             await asyncio.gather(*self._sending.values(), *self._asking.values(), return_exceptions=True)
 
     async def _recover(self) -> None:
-        started = self._clock.monotonic()
-        frames = await self._database.run(functools.partial(self._store.assigned, epoch=self._epoch))
-        self._renewed = started
+        frames = await self._renew(functools.partial(self._store.assigned, epoch=self._epoch))
         if frames:
             rows = sum(len(frame.waiting) for frame in frames)
             log.info("%s: sending %s again that were assigned before", self._database.name, counted(rows, "row"))
@@ -126,7 +133,6 @@ class Leader:
 
     async def _turn(self) -> bool:
         """One transaction, if there is a reason for one. Returns whether rows were assigned."""
-        started = self._clock.monotonic()
         self._check()
         excluded = self._queues.exclusions(self._routes)
         asking = set(self._asking)
@@ -137,7 +143,8 @@ class Leader:
         # No await between the plan and the transaction that carries it out.
         planned = self._queues.plan(rows, self._routes)
         stored, withdrawn, producer = list(self._stored), self._queues.take_withdrawn(), self._producer
-        if not (planned or stored or withdrawn or started - self._renewed >= self._seconds / 5):
+        due = self._clock.monotonic() - self._renewed >= self._seconds / 5
+        if not (planned or stored or withdrawn or due):
             return False
         work = functools.partial(
             self._store.turn,
@@ -147,8 +154,7 @@ class Leader:
             planned=planned,
             producer=producer,
         )
-        frames = await self._database.run(work)
-        self._renewed = started
+        frames = await self._renew(work)
         del self._stored[: len(stored)]
         if producer is not None:
             self._producer = None
@@ -156,6 +162,15 @@ class Leader:
             self._idle = FIRST_PAUSE_SECONDS
         self._send(frames)
         return bool(frames)
+
+    async def _renew(self, work: Callable[[sa.Connection], T]) -> T:
+        """Run a transaction that renews the lease."""
+
+        def timed(connection: sa.Connection) -> tuple[T, float]:
+            return work(connection), self._clock.monotonic()
+
+        result, self._renewed = await self._database.run(timed)
+        return result
 
     def _check(self) -> None:
         """Raise ``LeaseLost`` for a lease that was not renewed in time: it may belong to another relay."""
@@ -219,11 +234,12 @@ class Leader:
     # --- sending --------------------------------------------------------------------------------
 
     def _send(self, frames: list[OutboxFrame]) -> None:
-        for target in self._queues.add(frames):
-            self._start(target)
-
-    def _start(self, target: SendTarget) -> None:
-        self._sending[target] = tasks.start(self._send_all(target), f"plait-outbox-{target[0]}", failed=self._fail)
+        """Queue frames. Partitions that have frames are sent to, also those that have waited for the lease."""
+        self._queues.add(frames)
+        for target in self._queues.targets():
+            if target not in self._sending:
+                sending = self._send_all(target)
+                self._sending[target] = tasks.start(sending, f"plait-outbox-{target[0]}", failed=self._fail)
 
     async def _send_all(self, target: SendTarget) -> None:
         """Send the frames of a partition one after another."""
@@ -232,7 +248,7 @@ class Leader:
             try:
                 await self._sender.store(target, frame.parts, self._check)
             except LeaseLost:
-                # The next turn raises it, too.
+                # The next turn renews the lease and sends the frame, or raises the error, too.
                 break
             except (StaleRoute, SubjectNotFound) as error:
                 log.info("%s takes no more rows of %s: %s", target[0], frame.subject, error)

@@ -2,8 +2,8 @@
 
 A leader increments ``renewals`` within its lease. A relay that has seen the same ``epoch`` and ``renewals`` for longer
 than a lease, on its own monotonic clock, takes over by compare-and-set. The leader counts its lease from the moment
-before it sent the increment, and the watching relay waits a quarter longer (R14). So a leader whose clock is at most
-that much slower stops before it is replaced.
+before it commits the increment, which no other relay sees earlier, and the watching relay waits a quarter longer (R14).
+So a leader whose clock is at most that much slower stops before it is replaced.
 """
 
 from __future__ import annotations

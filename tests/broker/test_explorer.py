@@ -22,7 +22,7 @@ CASES: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Survive, int]] = [
     (defects.forget_events, "async", kill, 1),
     (defects.leave_the_torn_tail, "sync", either, 1),
     (defects.believe_frames_behind_missing_ones, "sync", either, 1),
-    (defects.believe_segments_behind_missing_ends, "async", power_loss, 1),
+    (defects.believe_segments_behind_missing_ends, "async", power_loss, 14),
     (defects.sync_nothing, "sync", either, 1),
     (defects.leave_checkpoints_unsynced, "sync", either, 2),
     (defects.leave_segment_names_unsynced, "sync", either, 1),

@@ -1,9 +1,9 @@
 """A simulated outbox: three relay processes, one database, and brokers, on virtual time and with faults from a seed.
 
 The relays are the shipped classes. The database is SQLite in memory; a transaction of a relay is one step of the
-simulation. The brokers judge frames with the shipped producer table, as ``broker/appender.py`` does. Applications open
-transactions, which get their ids at once and become visible at their commit, in any order; two open transactions never
-have the same key.
+simulation, before and after which time passes while the database is slow. The brokers judge frames with the shipped
+producer table, as ``broker/appender.py`` does. Applications open transactions, which get their ids at once and become
+visible at their commit, in any order; two open transactions never have the same key.
 
 At the end everything heals, the outbox must become empty, and the order in which brokers stored the messages of each
 key must be the order of its commits: nothing lost, nothing twice.
@@ -249,6 +249,8 @@ class RelayWorld:
         #: The probability that a request or its reply is lost, and that a transaction of a relay fails.
         self.loss = 0.0
         self.database_loss = 0.0
+        #: How long a transaction of a relay takes at most; the answer to its commit takes a tenth of that.
+        self.database_seconds = 0.0
         self._number = 0
         self._open: dict[int, list[dict[str, Any]]] = {}
         #: (subject, key) → bodies in the order of their commits.
@@ -275,7 +277,14 @@ class RelayWorld:
                 raise sa.exc.OperationalError("", {}, Exception("the connection is lost after the commit"))
             return result
 
-        database._run = run
+        async def run_slowly(work: Any) -> Any:
+            await asyncio.sleep(self.chosen.uniform(0.0, self.database_seconds))
+            result = await transactions(work)
+            await asyncio.sleep(self.chosen.uniform(0.0, self.database_seconds / 10))
+            return result
+
+        transactions = database.run
+        database._run, database.run = run, run_slowly
         await relay.run()
 
     async def _broker(self, process: Process) -> None:
@@ -354,6 +363,9 @@ class RelayWorld:
     def _fail_database(self) -> None:
         self.database_loss = self.chosen.choice([0.0, 0.05, 0.3])
 
+    def _slow_database(self) -> None:
+        self.database_seconds = self.chosen.choice([0.0, 0.1, LEASE_SECONDS])
+
     # --- the run --------------------------------------------------------------------------------
 
     def _step(self) -> None:
@@ -370,6 +382,7 @@ class RelayWorld:
             lambda: self._toggle(self.brokers.busy),
             self._lose,
             self._fail_database,
+            self._slow_database,
         ]
         self.chosen.choice(actions)()
 
@@ -380,7 +393,7 @@ class RelayWorld:
             await simulation.sleep(self.chosen.choice([0.0, 0.001, 0.02, 0.1, 0.5, 1.5]))
         self.brokers.away.clear()
         self.brokers.busy.clear()
-        self.loss = self.database_loss = 0.0
+        self.loss = self.database_loss = self.database_seconds = 0.0
         for route in self._changing.values():
             self.brokers.publish(route)
         while self._open:

@@ -38,12 +38,17 @@ class Victims:
 @pytest.fixture
 async def victims() -> AsyncIterator[Victims]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.outbox.victim", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "tests.outbox.victim"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
     )
-    yield Victims(process)
-    assert process.stdin is not None
-    process.stdin.close()
-    await process.wait()
+    try:
+        yield Victims(process)
+    finally:
+        # Also a forked process that has not reached its step, and has the pipes open.
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 async def test_exactly_the_committed_rows_arrive_after_kills_at_every_step(url: str, victims: Victims) -> None:

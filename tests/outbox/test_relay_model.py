@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.outbox.relay_world import RelayWorld
+from tests.outbox.relay_world import LEASE_SECONDS, RELAYS, RelayWorld
 
 RUNS = 200
 #: Runs of one test, so that several processes can share them.
@@ -15,6 +15,30 @@ SHARE = 25
 def test_relays_keep_the_promises_in_simulated_runs(seed: int, first: int) -> None:
     for number in range(first, first + SHARE):
         RelayWorld(seed * 1_000 + number).run()
+
+
+class SlowDatabase(RelayWorld):
+    """One relay, whose transactions take longer than its lease."""
+
+    async def _drive(self) -> None:
+        for name in RELAYS[1:]:
+            self.simulation.process(name).kill()
+        self.database_seconds = 5 * LEASE_SECONDS
+        for _ in range(self._steps):
+            self._begin()
+            self._commit()
+            await self.simulation.sleep(0.1)
+        while self._left():
+            await self.simulation.sleep(0.5)
+        with self._engine.connect() as connection:
+            lease = self._outbox._store.lease(connection)
+        assert lease is not None
+        assert lease.epoch == 1
+
+
+@pytest.mark.timeout(60)
+def test_transactions_that_take_longer_than_the_lease_end_no_term() -> None:
+    SlowDatabase(1).run()
 
 
 @pytest.mark.deep("outbox")

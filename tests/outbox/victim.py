@@ -60,6 +60,8 @@ class Steps:
         #: A process that was stopped at the step runs again.
         self.passed = threading.Event()
         self.left = STEPS[request.step] if request.signal == signal.SIGKILL else 1
+        #: The last transaction of the relay has deleted rows.
+        self.deleted = False
 
     def reached(self, step: str, condition: object = True) -> None:
         if step == self.request.step and condition:
@@ -76,6 +78,7 @@ class Steps:
             frames = original(*args, **kwargs)
             self.reached("before the commit of the sequences", kwargs["planned"])
             self.reached("before the commit of a deletion", kwargs["stored"])
+            self.deleted = bool(kwargs["stored"])
             return frames
 
         def take(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -97,9 +100,9 @@ class Steps:
             self.reached("before frames are sent again")
 
         async def whole_turn(original: Callable[..., Any], this: Any) -> Any:
-            before = len(this._stored)
+            self.deleted = False
             result = await original(this)
-            self.reached("after a deletion", before)
+            self.reached("after a deletion", self.deleted)
             return result
 
         async def transmit(original: Callable[..., Any], *args: Any) -> None:

@@ -64,7 +64,7 @@ PLANTS: list[Plant] = [
     Plant(transaction_defects.give_the_place_of_a_cancelled_message_to_another, generators.WORLDS),
     Plant(transaction_defects.roll_back_after_a_commit_without_answer, generators.WORLDS),
     # Filters of groups.
-    Plant(filter_defects.leave_out_what_has_no_room, generators.WORLDS, (10,)),
+    Plant(filter_defects.leave_out_what_has_no_room, generators.WORLDS, (1,)),
     Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (12,)),
     Plant(filter_defects.record_nothing_that_is_left_out, generators.FILTER_MODEL, (3,)),
     Plant(source_defects.negate_what_is_true_of_null, generators.PUSHED_FILTERS, (1, 4)),
@@ -113,10 +113,10 @@ PLANTS: list[Plant] = [
     Plant(world_defects.throw_rows_away_at_a_clean_stop, generators.SHARED_CLUSTER, (0,)),
     Plant(world_defects.correlate_replies_by_numbers_alone, generators.WORLDS, (0,)),
     # The outbox.
-    Plant(relay_defects.renew_the_lease_of_another_relay, generators.OUTBOX, (4,)),
-    Plant(relay_defects.look_behind_the_highest_id_only, generators.OUTBOX, (1,)),
-    Plant(relay_defects.number_again_after_a_crash, generators.OUTBOX, (2,)),
-    Plant(relay_defects.follow_the_route_at_once, generators.OUTBOX, (5,)),
+    Plant(relay_defects.renew_the_lease_of_another_relay, generators.OUTBOX, (15,)),
+    Plant(relay_defects.look_behind_the_highest_id_only, generators.OUTBOX, (0,)),
+    Plant(relay_defects.number_again_after_a_crash, generators.OUTBOX, (4,)),
+    Plant(relay_defects.follow_the_route_at_once, generators.OUTBOX, (1,)),
     # Archives and Spark.
     Plant(ask_only_for_ones_own_number, generators.ARCHIVERS, (10, 2, 0, 4)),
     Plant(world_defects.forget_decisions_by_the_wall_clock, generators.SINK_CLUSTER),

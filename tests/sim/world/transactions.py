@@ -80,7 +80,7 @@ class Transacting(Part):
         self.running[transaction.id] = burst.process, burst.process.lives
         try:
             await burst.calls(self._block(transaction, records, ending, draw))
-        except (LocalRollback, PlaitError, Interrupted):
+        except (LocalRollback, PlaitError, Interrupted, TimeoutError):
             pass
         finally:
             if ending != "never":
@@ -107,7 +107,9 @@ class Transacting(Part):
                 raise LocalRollback
             self._commit_locally(transaction, sent)
             if ending == "by itself":
-                await transaction.commit()
+                # A caller who gives up does not know the outcome; the end of the block must not change it.
+                async with asyncio.timeout(draw.choice((None, 0.0005, 0.01))):
+                    await transaction.commit()
 
     async def _send(self, transaction: plait.Transaction, records: list[Half]) -> list[Half]:
         """Send messages; returns those that are part of the transaction. The block leaves out a cancelled one."""
@@ -116,7 +118,8 @@ class Transacting(Part):
         for half in records:
             key = half.record.key
             assert key is None or isinstance(key, str)
-            patience = draw.uniform(0.0, 0.03) if draw.random() < 0.1 else None
+            # Also times in which a frame is stored and its sender has no answer yet.
+            patience = draw.uniform(0.0, draw.choice((0.001, 0.005, 0.03))) if draw.random() < 0.2 else None
             try:
                 async with asyncio.timeout(patience):
                     options: dict[str, Any] = {"delay": half.delay, "to_group": half.to_group}
