@@ -61,11 +61,11 @@ PLANTS: list[Plant] = [
     Plant(transaction_defects.publish_half_messages_again, generators.TRANSACTION_MODEL, (0, 1, 2, 3)),
     Plant(transaction_defects.keep_half_messages_of_deleted_subjects, generators.TRANSACTION_MODEL),
     Plant(transaction_defects.check_transactions_that_got_another_message, generators.TRANSACTION_MODEL, (0, 1, 2)),
-    Plant(transaction_defects.give_the_place_of_a_cancelled_message_to_another, generators.WORLDS),
+    Plant(transaction_defects.give_the_place_of_a_cancelled_message_to_another, generators.WORLDS, (26,)),
     Plant(transaction_defects.roll_back_after_a_commit_without_answer, generators.WORLDS),
     # Filters of groups.
     Plant(filter_defects.leave_out_what_has_no_room, generators.WORLDS, (1,)),
-    Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (12,)),
+    Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (39,)),
     Plant(filter_defects.record_nothing_that_is_left_out, generators.FILTER_MODEL, (3,)),
     Plant(source_defects.negate_what_is_true_of_null, generators.PUSHED_FILTERS, (1, 4)),
     Plant(source_defects.compare_every_double_exactly, generators.PUSHED_FILTERS, (4,)),
