@@ -61,8 +61,8 @@ PLANTS: list[Plant] = [
     Plant(transaction_defects.publish_half_messages_again, generators.TRANSACTION_MODEL, (0, 1, 2, 3)),
     Plant(transaction_defects.keep_half_messages_of_deleted_subjects, generators.TRANSACTION_MODEL),
     Plant(transaction_defects.check_transactions_that_got_another_message, generators.TRANSACTION_MODEL, (0, 1, 2)),
-    Plant(transaction_defects.give_the_place_of_a_cancelled_message_to_another, generators.WORLDS, (26,)),
-    Plant(transaction_defects.roll_back_after_a_commit_without_answer, generators.WORLDS),
+    Plant(transaction_defects.give_the_place_of_a_cancelled_message_to_another, generators.WORLDS, (12,)),
+    Plant(transaction_defects.roll_back_after_a_commit_without_answer, generators.WORLDS, (0,)),
     # Filters of groups.
     Plant(filter_defects.leave_out_what_has_no_room, generators.WORLDS, (1,)),
     Plant(filter_defects.hold_what_is_left_out, generators.FILTER_MODEL, (39,)),

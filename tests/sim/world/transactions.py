@@ -73,26 +73,21 @@ class Transacting(Part):
     async def run(self, burst: Burst, records: list[Half]) -> None:
         """Send messages in one transaction, and end it in some way; the call may be interrupted."""
         draw = burst.draw
-        ending: Ending = draw.choices(("commit", "rollback", "late", "never", "by itself"), (4, 2, 2, 1, 2))[0]
+        ending: Ending = draw.choices(("commit", "rollback", "late", "never", "by itself"), (4, 2, 2, 1, 4))[0]
         transaction = burst.client.transaction(PRODUCER_GROUP)
         for half in records:
             self.ledger.transactions[int(half.record.value)] = transaction.id
         self.running[transaction.id] = burst.process, burst.process.lives
         try:
-            await burst.calls(self._block(transaction, records, ending, draw))
+            await burst.calls(self._block(burst, transaction, records, ending))
         except (LocalRollback, PlaitError, Interrupted, TimeoutError):
             pass
         finally:
             if ending != "never":
                 self.running.pop(transaction.id, None)
 
-    async def _block(
-        self,
-        transaction: plait.Transaction,
-        records: list[Half],
-        ending: Ending,
-        draw: random.Random,
-    ) -> None:
+    async def _block(self, burst: Burst, transaction: plait.Transaction, records: list[Half], ending: Ending) -> None:
+        draw = burst.draw
         if ending in ("late", "never"):
             # No block: nothing decides when this ends.
             sent = await self._send(transaction, records)
@@ -107,9 +102,18 @@ class Transacting(Part):
                 raise LocalRollback
             self._commit_locally(transaction, sent)
             if ending == "by itself":
+                if not self.plan.calm and draw.random() < 0.3:
+                    self._cut_off(burst.process, draw.uniform(0.0, 0.5))
                 # A caller who gives up does not know the outcome; the end of the block must not change it.
-                async with asyncio.timeout(draw.choice((None, 0.0005, 0.01))):
+                async with asyncio.timeout(draw.choice((None, 0.05, 0.3))):
                     await transaction.commit()
+
+    def _cut_off(self, process: Process, seconds: float) -> None:
+        """No broker gets a request of the process for some time."""
+        for name in self.plan.brokers:
+            broker = self.simulation.process(name)
+            self.simulation.network.cut(process, broker)
+            self.simulation.call_later(seconds, self.simulation.network.mend, process, broker)
 
     async def _send(self, transaction: plait.Transaction, records: list[Half]) -> list[Half]:
         """Send messages; returns those that are part of the transaction. The block leaves out a cancelled one."""
