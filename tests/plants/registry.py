@@ -109,7 +109,7 @@ PLANTS: list[Plant] = [
     Plant(world_defects.start_a_known_group_again_on_new_partitions, generators.WORLDS),
     Plant(world_defects.end_the_app_with_a_body_that_does_not_decode, generators.WORLDS, (0,)),
     Plant(world_defects.overtake_sends_that_wait_for_room, generators.WORLDS, (1,)),
-    Plant(world_defects.return_a_message_while_its_thread_runs, generators.WORLDS, (42,)),
+    Plant(world_defects.return_a_message_while_its_thread_runs, generators.WORLDS, (44,)),
     Plant(world_defects.throw_rows_away_at_a_clean_stop, generators.SHARED_CLUSTER, (0,)),
     Plant(world_defects.correlate_replies_by_numbers_alone, generators.WORLDS, (0,)),
     # The outbox.
