@@ -278,9 +278,9 @@ class RelayWorld:
             return result
 
         async def run_slowly(work: Any) -> Any:
-            await asyncio.sleep(self.chosen.uniform(0.0, self.database_seconds))
+            await self.simulation.sleep(self.chosen.uniform(0.0, self.database_seconds))
             result = await transactions(work)
-            await asyncio.sleep(self.chosen.uniform(0.0, self.database_seconds / 10))
+            await self.simulation.sleep(self.chosen.uniform(0.0, self.database_seconds / 10))
             return result
 
         transactions = database.run
