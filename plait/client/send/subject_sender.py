@@ -124,7 +124,7 @@ class SubjectSender:
             self.begin(await self.router.route(self.subject))
 
     def allowed(self, priority: int) -> int:
-        """A priority that the subject takes, as far as is known; raises ``InvalidArgument``."""
+        """A priority that the subject takes, if its settings are known; raises ``InvalidArgument``."""
         self.refuse_priorities()
         return priority_of(priority)
 
