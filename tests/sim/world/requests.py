@@ -190,5 +190,6 @@ class Requests(Part):
             first = self._number + 1
             self._number += 10
             await asyncio.gather(*(self._one(client, first + n, SECONDS_MAX, None) for n in range(10)))
-        if self.replies + self.refusals != before + 10:
+        # Earlier requests may end meanwhile.
+        if self.replies + self.refusals < before + 10:
             self.simulation.fail("a request without faults has no outcome")
