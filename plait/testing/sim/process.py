@@ -97,7 +97,7 @@ class Process(Machine):
         """The loop with the given name, made at its first use. Each loop represents a thread."""
         if name not in self.loops:
             seed = f"{self.timeline.seed} {self.name} {self.lives} {name}"
-            # Methods for signals, pipes and subprocesses are not implemented; they raise NotImplementedError.
+            # It leaves out the methods for signals, pipes and subprocesses: asyncio's base class refuses their calls.
             self.loops[name] = SimLoop(self, self._network, seed)  # type: ignore[abstract]
             self.all_loops.append(self.loops[name])
         return self.loops[name]
